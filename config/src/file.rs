@@ -240,10 +240,13 @@ impl Word for Bulk {
     const WORDS: &'static [(&'static str, Self)] = &[("inline", Self::Inline), ("store", Self::Store)];
 }
 
-impl Bulk {
-    /// The choice that this word stands for, in the configuration and in the annotation.
-    pub fn of_word(word: &str) -> Option<Self> {
-        section::of_word(word)
+impl Images {
+    /// Where the memory of a container goes that has this annotation. None: it has an unknown value.
+    pub fn bulk_for(&self, annotation: Option<&str>) -> Option<Bulk> {
+        match annotation.filter(|_| self.allow_bulk) {
+            Some(word) => section::of_word(word),
+            None => Some(self.bulk),
+        }
     }
 }
 

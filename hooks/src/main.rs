@@ -19,6 +19,7 @@ mod killed_criu;
 mod late;
 mod libraries;
 mod loopback;
+mod memory;
 mod netlink;
 mod network;
 mod replay;
@@ -62,6 +63,8 @@ run by the shim; results are JSON on standard output:
   call               calls a hook of the job in its container: reads what to call
                      as JSON from standard input
   library-dirs       prints the directories of the libraries in CDI files
+  memory             copies memory of stopped processes: reads what to copy as JSON
+                     from standard input
   replay BUNDLE      makes what createContainer hooks make, for a restore
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
@@ -115,6 +118,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         }
         ["call"] => call::run(),
         ["library-dirs"] => convert::library_dirs(),
+        ["memory"] => memory::run(),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
         ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),

@@ -12,4 +12,5 @@ mod dir;
 #[doc(hidden)]
 pub mod fixtures;
 pub mod manifest;
+pub mod memory;
 pub mod store;

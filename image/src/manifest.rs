@@ -40,6 +40,7 @@ pub use crate::checksums::{
     is_of_image,
 };
 pub use crate::dir::UntrustedDir;
+use crate::store::Digest;
 pub use error::ManifestError;
 pub use firn_gpu::SourceGpu;
 pub use firn_oci::mounts::RequiredMount;
@@ -75,6 +76,9 @@ pub struct Manifest {
     /// nothing of any. Absent: it is not such an image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released_gpus: Option<Vec<SourceGpu>>,
+    /// Memory that is in a store instead of CRIU's files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bulk: Option<StoredMemory>,
     /// Bind mounts that the restore needs.
     pub mounts: Vec<RequiredMount>,
     /// Programs that made the dump.
@@ -125,6 +129,17 @@ pub struct InheritedGpus {
     pub open: Vec<i32>,
 }
 
+/// Memory of the processes that is in a store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoredMemory {
+    /// Id of the store that got it. Another store that has the same extents does as well.
+    pub store: String,
+    /// Digest of the index that names the extents.
+    pub index: Digest,
+    /// Bytes of the ranges, with zeros.
+    pub bytes: u64,
+}
+
 /// Versions of the programs that made the dump, for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Versions {
@@ -164,6 +179,7 @@ impl Manifest {
             (self.backend == Backend::Nvidia, envelope::NVIDIA),
             (!self.inherited_gpus.is_empty(), envelope::INHERITED),
             (self.is_device_free(), envelope::DEVICE_FREE),
+            (self.bulk.is_some(), envelope::STORED),
         ]
         .into_iter()
         .filter_map(|(is_needed, need)| is_needed.then_some(need))

@@ -117,6 +117,7 @@ fn gpu() -> Manifest {
         }],
         inherited_gpus: Vec::new(),
         released_gpus: None,
+        bulk: None,
         hooks: Default::default(),
         mounts: vec![
             RequiredMount {
@@ -149,6 +150,7 @@ fn plain() -> Manifest {
         processes: Vec::new(),
         inherited_gpus: Vec::new(),
         released_gpus: None,
+        bulk: None,
         hooks: Default::default(),
         mounts: Vec::new(),
         ..gpu()

@@ -348,7 +348,7 @@ impl<'a> Run<'a> {
         self.announce("a file that a process has open or mapped");
         let needs = Needs::of(&self.dumped(), part.gpu_memory);
         let limit = MemoryLimit::of(self.cuda()).map_err(CheckError::Limit)?;
-        if self.workload.pause {
+        if self.workload.pause || part.stored {
             let refused = environment::by_memory(needs, limit);
             self.outcome.refusals.extend(refused);
             return Ok(());

@@ -58,6 +58,8 @@ pub struct OtherVendors {
 pub struct Capacity {
     /// Bytes of GPU memory that all processes have.
     pub gpu_memory: u64,
+    /// Large memory goes into a store, which need not hold all of it again.
+    pub stored: bool,
     /// Image directory.
     pub image: PathBuf,
     /// CRIU's work directory.

@@ -85,6 +85,8 @@ pub trait Restore: Gpu {
     fn compare(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Replaces the device nodes in /dev by those of the new GPUs.
     fn dev_repair(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Fills the memory that is in a store.
+    fn fill_memory(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// The CUDA processes: those of the manifest. Refuses any other, which would run without its GPU state.
     fn find_cuda(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
     /// Lets the restore threads run, and no other thread.

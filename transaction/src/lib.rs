@@ -23,6 +23,7 @@ pub mod journal;
 pub mod killed_criu;
 pub mod lease;
 pub mod look;
+mod memory;
 pub mod options;
 pub mod panics;
 pub mod parked;

@@ -2,13 +2,15 @@
 //! names.
 //!
 //! ```text
-//! checkpoint: [prepare -] inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump - manifest
+//! checkpoint: [prepare -] inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump
+//!             [- copy-memory] - manifest
 //!             leave running: - gpu-restore - gpu-unlock [- resumed]
 //!             exit:          - end
 //! pause:      [prepare -] inspect - gpu-lock - gpu-checkpoint
 //! resume:     [grant -] gpu-restore - gpu-unlock [- resumed]
 //! move:       a pause, then a resume
-//! restore:    criu-restore - compare - dev-repair - gpu-restore - gpu-unlock - continue [- restored]
+//! restore:    criu-restore - compare - dev-repair [- fill-memory] - gpu-restore - gpu-unlock - continue
+//!             [- restored]
 //! any failure: rollback
 //! ```
 
@@ -34,6 +36,8 @@ pub enum Phase {
     Freeze,
     /// CRIU writes the image, then firn its manifest.
     CriuDump,
+    /// firn copies the memory that CRIU has only listed. A phase of the timings only.
+    CopyMemory,
     /// firn writes the checksums and the manifest. A phase of the timings only.
     Manifest,
     /// A parked container gets other GPUs: device rules, nodes, spec.
@@ -54,6 +58,8 @@ pub enum Phase {
     Compare,
     /// firn replaces the device nodes in /dev by those of the new GPUs.
     DevRepair,
+    /// firn fills the memory of the stopped processes from the store. A phase of the timings only.
+    FillMemory,
     /// firn continues the stopped processes.
     Continue,
     /// The job's hook `restored`.
@@ -70,6 +76,8 @@ impl Phase {
             Self::GpuCheckpoint => ("gpu-checkpoint", "checkpoint the GPU state"),
             Self::Freeze => ("freeze", "freeze the container"),
             Self::CriuDump => ("criu-dump", "dump the container"),
+            Self::CopyMemory => ("copy-memory", "copy the memory"),
+            Self::FillMemory => ("fill-memory", "fill the memory from the store"),
             Self::Manifest => ("manifest", "write the manifest"),
             Self::Grant => ("grant", "give the container other GPUs"),
             Self::GpuRestore => ("gpu-restore", "restore the GPU state"),
@@ -112,6 +120,8 @@ mod tests {
             GpuCheckpoint,
             Freeze,
             CriuDump,
+            CopyMemory,
+            FillMemory,
             Manifest,
             Grant,
             GpuRestore,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use firn_config::Config;
 use firn_gpu::GpuPair;
 use firn_image::manifest::{CheckpointedProcess, DumpFlags, InheritedGpus, Verified};
+use firn_image::memory::call::Stored;
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::job_hook::Facts;
 
@@ -47,6 +48,8 @@ pub struct GpuPart {
     pub processes: Vec<CheckpointedProcess>,
     /// What other processes had inherited, by their pids in the container.
     pub inherited: Vec<InheritedGpus>,
+    /// Memory that is in this node's store.
+    pub stored: Option<Stored>,
     pub criu: CriuConfig,
     pub config: Config,
     /// The driver worker.

@@ -1,7 +1,7 @@
 //! The audit of a container or of processes outside of a container.
 
 use anyhow::{Context, Result, bail};
-use firn_config::{Config, find_criu_plugin, names};
+use firn_config::{Bulk, Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
@@ -132,6 +132,10 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         tmpfs: spec.and_then(|spec| spec.own_tmpfs().ok()).unwrap_or_default(),
         capacity: by_firn.then(|| Capacity {
             gpu_memory: gpu_bytes(subject, nvidia),
+            stored: config
+                .images
+                .bulk_for(spec.and_then(|spec| spec.annotation(names::ANNOTATION_BULK)))
+                == Some(Bulk::Store),
             image,
             work,
         }),

@@ -106,9 +106,12 @@ fn memory_goes_into_the_image_unless_the_file_names_a_store() {
     );
     assert_eq!((images.bulk, images.allow_bulk), (Bulk::Store, true));
     for &(word, bulk) in Bulk::WORDS {
-        assert_eq!(Bulk::of_word(word), Some(bulk));
+        assert_eq!(images.bulk_for(Some(word)), Some(bulk));
     }
-    assert_eq!(Bulk::of_word("Store"), None);
+    assert_eq!(images.bulk_for(Some("Store")), None);
+    assert_eq!(images.bulk_for(None), Some(Bulk::Store));
+    let forbids = parse("[images]\nallow-bulk = false\n").unwrap().images;
+    assert_eq!(forbids.bulk_for(Some("store")), Some(Bulk::Inline));
     assert!(complaint("[images]\nbulk = \"store\"\n").contains("needs the key store"));
     assert!(complaint("[images]\nstore-cap = \"100GB\"\n").contains("100GB"));
     assert!(complaint("[images]\nstore = \"s\"\n").contains("not an absolute path"));

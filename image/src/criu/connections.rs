@@ -219,7 +219,7 @@ fn close(file: &[u8]) -> Result<Vec<u8>, WireError> {
         (REMOTE_PORT, 0),
         (SHUTDOWN, SHUTDOWN_BOTH),
     ] {
-        wire::push_number(&mut closed, field, number);
+        wire::push_number(&mut closed, field, number.into());
     }
     for _ in 0..words {
         wire::push_number(&mut closed, LOCAL, 0);

@@ -15,6 +15,7 @@ mod connections;
 mod entries;
 mod files;
 mod made;
+pub mod memory;
 mod mounts;
 mod namespaces;
 mod stopped;

@@ -113,10 +113,10 @@ fn close(file: &[u8]) -> Result<Vec<u8>, WireError> {
     let mut closed = wire::without(socket, changed)?;
     let state = if is_datagram { CLOSE } else { ESTABLISHED };
     for (field, number) in [(STATE, state), (FLAGS_OF_CRIU, 0), (PEER, 0)] {
-        wire::push_number(&mut closed, field, number);
+        wire::push_number(&mut closed, field, number.into());
     }
     if !is_datagram {
-        wire::push_number(&mut closed, SHUTDOWN, SHUTDOWN_BOTH);
+        wire::push_number(&mut closed, SHUTDOWN, SHUTDOWN_BOTH.into());
     }
     let mut file = wire::without(file, |field| field == UNIX_SOCKET)?;
     wire::push_bytes(&mut file, UNIX_SOCKET, &closed);

@@ -59,23 +59,44 @@ pub(super) fn without(mut message: &[u8], drop: impl Fn(u32) -> bool) -> Result<
     Ok(kept)
 }
 
+/// A message in which each field `field`, a message of its own, has become what `edit` makes of it; none
+/// leaves it as it is.
+pub(super) fn replace(
+    mut message: &[u8],
+    field: u32,
+    edit: impl Fn(&[u8]) -> Result<Option<Vec<u8>>, WireError>,
+) -> Result<Vec<u8>, WireError> {
+    let mut edited = Vec::with_capacity(message.len());
+    while !message.is_empty() {
+        let start = message;
+        let (number, value) = next(&mut message)?;
+        match value {
+            Value::Bytes(bytes)
+                if number == field
+                    && let Some(new) = edit(bytes)? =>
+            {
+                push_bytes(&mut edited, field, &new);
+            }
+            _ => edited.extend_from_slice(&start[..start.len() - message.len()]),
+        }
+    }
+    Ok(edited)
+}
+
 /// Appends a number to a message.
-pub(super) fn push_number(message: &mut Vec<u8>, field: u32, number: u32) {
-    push_varint(message, field << 3);
+pub(super) fn push_number(message: &mut Vec<u8>, field: u32, number: u64) {
+    push_varint(message, u64::from(field) << 3);
     push_varint(message, number);
 }
 
 /// Appends bytes, which may be a message, to a message.
 pub(super) fn push_bytes(message: &mut Vec<u8>, field: u32, bytes: &[u8]) {
-    push_varint(message, field << 3 | 2);
-    push_varint(
-        message,
-        u32::try_from(bytes.len()).expect("files of CRIU are short"),
-    );
+    push_varint(message, u64::from(field) << 3 | 2);
+    push_varint(message, bytes.len() as u64);
     message.extend_from_slice(bytes);
 }
 
-fn push_varint(message: &mut Vec<u8>, mut number: u32) {
+fn push_varint(message: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         message.push(number.to_le_bytes()[0] | 0x80);
         number >>= 7;

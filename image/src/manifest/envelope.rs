@@ -24,8 +24,11 @@ pub(super) const INHERITED: &str = "inherited-gpus";
 /// The target's devices are given to a container that had others, and its job is called.
 pub(super) const DEVICE_FREE: &str = "device-free";
 
+/// Large memory is in a store.
+pub(super) const STORED: &str = "stored-memory";
+
 /// Capabilities of this firn that an image may need.
-const KNOWN_NEEDS: [&str; 3] = [NVIDIA, INHERITED, DEVICE_FREE];
+const KNOWN_NEEDS: [&str; 4] = [NVIDIA, INHERITED, DEVICE_FREE, STORED];
 
 const MAX_NEEDS: usize = 32;
 /// Longest name of a need.

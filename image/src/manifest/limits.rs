@@ -55,6 +55,7 @@ impl Manifest {
                 "inherited_gpus",
                 all(&self.inherited_gpus, MAX_PROCESSES, inherited),
             ),
+            ("bulk", self.bulk.as_ref().is_none_or(|bulk| is_id(&bulk.store))),
             ("mounts", all(&self.mounts, MAX_MOUNTS, mount)),
             ("versions", versions.all(|version| text(version))),
             ("images", all(&self.images, MAX_IMAGES, image)),

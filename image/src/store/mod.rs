@@ -174,6 +174,14 @@ impl Store {
         Ok(missing)
     }
 
+    /// Refuses an index of which extents are not there. Their content is not read.
+    pub fn expect(&self, index: &Index) -> Result<(), StoreError> {
+        match self.missing(index)?.first() {
+            None => Ok(()),
+            Some(extent) => Err(self.missing_one("extent", extent)),
+        }
+    }
+
     /// Whether there is an extent of this name and size.
     fn has(&self, extent: &Digest, length: u64) -> Result<bool, StoreError> {
         let name = extent.to_string();

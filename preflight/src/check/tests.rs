@@ -135,6 +135,7 @@ fn a_workload_with_every_fault_is_refused_for_each() {
         processes: Some(Assertions::default()),
         capacity: Some(Capacity {
             gpu_memory: u64::MAX,
+            stored: false,
             image: bundle.path().into(),
             work: bundle.path().into(),
         }),

@@ -1,5 +1,6 @@
 //! The effects of a checkpoint on a real container.
 
+mod copying;
 mod inspection;
 mod kept_image;
 mod manifest;
@@ -14,6 +15,7 @@ use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
+use firn_image::memory::call::Saved;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
@@ -44,6 +46,8 @@ pub(super) struct Source {
     /// Hooks that the container names.
     hooks: BTreeMap<String, String>,
     assertions: Assertions,
+    /// The store that gets large memory; none: the image gets it.
+    store: Option<PathBuf>,
     /// Options of the dump.
     dump: DumpFlags,
     /// Bytes of memory in use on the container's GPUs, by any process.
@@ -445,12 +449,35 @@ impl Dump for ContainerEffects<'_> {
             freezer: Some(&self.cgroup),
         };
         let others = self.config.checkpoint.open_image_dir;
+        let copying = self.copying().await?;
+        let discarded = copying.as_ref().map_or(0, |copying| copying.processes.len());
         let left = &mut self.progress.leftovers;
         let call = (&flags, plugins.as_path());
-        dump(self.container, self.request, call, others, bounds, left).await?;
-        self.close_connections().await?;
+        let dumped = dump(
+            self.container,
+            self.request,
+            call,
+            (others, discarded),
+            bounds,
+            left,
+        );
+        let saved = async {
+            match &copying {
+                Some(copying) => copying.save().await,
+                None => Ok(Saved::default()),
+            }
+        };
+        // Both to their ends: nobody cleans up after a CRIU that is left alone.
+        let (dumped, saved) = tokio::join!(dumped, saved);
+        dumped?;
+        let saved = saved?;
         self.timings.mark(Phase::CriuDump);
-        self.write_manifest(described).await?;
+        if let Some(copying) = copying {
+            copying.rest(self.request.image.inside(), &saved).await?;
+            self.timings.mark(Phase::CopyMemory);
+        }
+        self.close_connections().await?;
+        self.write_manifest(described, saved.memory).await?;
         self.timings.mark(Phase::Manifest);
         self.progress.complete = true;
         self.progress.rescued = self.link_image().await;

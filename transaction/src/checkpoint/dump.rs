@@ -80,12 +80,12 @@ impl WorkDir {
 }
 
 /// Runs `runc checkpoint` for a GPU container, which stays frozen. Cleans nothing up, also after a failure:
-/// see [`Leftovers`].
+/// see [`Leftovers`]. CRIU's first `discarded` pages files go nowhere: the caller writes them.
 pub(super) async fn dump(
     container: &Container,
     request: &Request,
     (flags, plugins): (&DumpFlags, &Path),
-    others: OpenImageDir,
+    (others, discarded): (OpenImageDir, usize),
     bounds: Bounds<'_>,
     left: &mut Leftovers,
 ) -> Result<(), EffectError> {
@@ -95,7 +95,10 @@ pub(super) async fn dump(
     journal.image(image.was(), image.id()).await?;
     left.image = Some(image.clone());
     let entered = image.clone();
-    let enter = move || entered.enter(Some(others));
+    let enter = move || {
+        entered.enter(Some(others))?;
+        entered.discard_pages(discarded)
+    };
     bounded("enter the image directory", limit, cancel, enter).await??;
     if image.was() == ImageWas::Absent {
         journal.image(image.was(), image.id()).await?;

@@ -19,6 +19,7 @@ use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::lease::LeaseError;
 use crate::look::LookError;
+use crate::memory::CopyError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
@@ -90,6 +91,17 @@ pub enum EffectError {
     #[problem("FIRN-GPU-SPLIT", "resume it first (`ctr tasks resume`)")]
     Split,
     #[error(transparent)]
+    Copy(CopyError),
+    #[error("the annotation firn.dev/bulk has the unknown value {word:?}")]
+    #[problem("FIRN-STORE-UNUSABLE", "use firn.dev/bulk=inline or firn.dev/bulk=store")]
+    BulkSetting { word: String },
+    #[error("its large memory is to go into a store, and the configuration names none")]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "name a directory as store under [images] in the configuration, or use firn.dev/bulk=inline"
+    )]
+    NoStore,
+    #[error(transparent)]
     Lease(#[from] LeaseError),
     #[error(transparent)]
     Grant(#[from] GrantChangeError),
@@ -119,6 +131,15 @@ impl From<HookError> for EffectError {
         match error {
             HookError::Killed => Self::Killed,
             error => Self::Hook(error),
+        }
+    }
+}
+
+impl From<CopyError> for EffectError {
+    fn from(error: CopyError) -> Self {
+        match error {
+            CopyError::Killed => Self::Killed,
+            error => Self::Copy(error),
         }
     }
 }

@@ -351,6 +351,14 @@ impl Restore for World {
         self.call("dev_repair")
     }
 
+    async fn fill_memory(&mut self) -> Result<(), Injected> {
+        assert!(
+            self.compared,
+            "memory is filled before the processes were compared"
+        );
+        self.call("fill_memory")
+    }
+
     async fn find_cuda(&mut self) -> Result<Vec<CudaProcess>, Injected> {
         self.call("find_cuda")?;
         Ok(self.processes())

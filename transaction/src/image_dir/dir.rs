@@ -315,6 +315,20 @@ impl ImageDir {
         sealed().or_warn(format_args!("cannot set the modes of the files in {path}"));
     }
 
+    /// Lets CRIU write so many pages files to nowhere.
+    pub fn discard_pages(&self, count: usize) -> Result<(), ImageDirError> {
+        for number in 1..=count {
+            let link = self.inside().join(format!("pages-{number}.img"));
+            let made = std::os::unix::fs::symlink("/dev/null", link);
+            match made {
+                // Of an earlier dump into the same directory: CRIU itself writes it.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                made => made.map_err(|source| ImageDirError::io(self.path(), source))?,
+            }
+        }
+        Ok(())
+    }
+
     /// Removes the files of a failed dump, unless the directory had other files before.
     pub fn clear(&self) {
         self.0.cleared.store(true, Ordering::SeqCst);

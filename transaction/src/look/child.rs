@@ -136,6 +136,7 @@ mod tests {
         };
         let capacity = Capacity {
             gpu_memory: u64::MAX,
+            stored: false,
             image: "/tmp".into(),
             work: "/tmp".into(),
         };

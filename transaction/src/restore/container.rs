@@ -9,6 +9,7 @@ use std::time::Duration;
 use firn_gpu::protocol::GpuMemory;
 use firn_image::criu::was_stopped;
 use firn_image::manifest::{CheckpointedProcess, InheritedGpus};
+use firn_image::memory::call::{Fill, Request};
 use firn_oci::job_hook::Facts;
 use firn_oci::{Spec, criu_config, dev_repair};
 use firn_preflight::Inherited;
@@ -23,6 +24,7 @@ use crate::container::Container;
 use crate::driver::Driver;
 use crate::job_hook::Caller;
 use crate::journal::point;
+use crate::memory::Copier;
 use crate::phase::Phase;
 use crate::pidfd::{self, Signal};
 use crate::prepared_restore::GpuPart;
@@ -192,6 +194,28 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
         }
         self.timings.mark(Phase::DevRepair);
+        Ok(())
+    }
+
+    async fn fill_memory(&mut self) -> Result<(), Cause> {
+        let Some(stored) = self.gpu.stored.clone() else {
+            return Ok(());
+        };
+        let of = self.tasks()?.pids.clone();
+        let pids = unless_cancelled(self.restore.bounds, async {
+            Ok::<_, Cause>(blocking(move || outer_pids(&of)).await)
+        });
+        let copier = Copier {
+            hook: self.gpu.hook.clone(),
+            reaper: self.reaper.clone(),
+            limit: self.gpu.config.deadlines.criu_restore,
+        };
+        let fill = Request::Fill(Fill {
+            stored,
+            pids: pids.await?,
+        });
+        let _bytes: u64 = copier.ask(&fill, self.restore.bounds.cancel).await?;
+        self.timings.mark(Phase::FillMemory);
         Ok(())
     }
 

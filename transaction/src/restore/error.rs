@@ -14,6 +14,7 @@ use crate::driver::WorkerError;
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
+use crate::memory::CopyError;
 use crate::runc::{PidFileError, RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
 
@@ -49,6 +50,8 @@ pub enum Refusal {
     Hook(#[from] HookError),
     #[error(transparent)]
     Look(#[from] LookError),
+    #[error(transparent)]
+    Memory(CopyError),
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
     #[problem(
         "FIRN-LOOK-TIMEOUT",
@@ -157,6 +160,8 @@ pub enum Cause {
     Spec(#[from] firn_oci::SpecError),
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
+    #[error(transparent)]
+    Memory(CopyError),
     #[error("firn-hook refused it: {}", .0.message)]
     #[problem(_0.remedy())]
     Script(ProblemReport),
@@ -216,6 +221,24 @@ impl Cause {
         match self {
             Self::Runtime { lines, log, .. } => quoted(lines, log),
             _ => String::new(),
+        }
+    }
+}
+
+impl From<CopyError> for Refusal {
+    fn from(error: CopyError) -> Self {
+        match error {
+            CopyError::Killed => Self::Killed,
+            error => Self::Memory(error),
+        }
+    }
+}
+
+impl From<CopyError> for Cause {
+    fn from(error: CopyError) -> Self {
+        match error {
+            CopyError::Killed => Self::Killed,
+            error => Self::Memory(error),
         }
     }
 }

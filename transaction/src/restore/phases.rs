@@ -33,6 +33,7 @@ async fn steps<R: Restore>(effects: &mut R) -> Result<(), R::Error> {
     effects.enter(Phase::DevRepair).await?;
     effects.compare().await?;
     effects.dev_repair().await?;
+    effects.fill_memory().await?;
     let processes = effects.find_cuda().await?;
     effects.enter(Phase::GpuRestore).await?;
     let tids = processes.iter().map(|process| process.restore_tid);
@@ -119,7 +120,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(failed.len(), 12, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 13, "not every effect was made to fail: {failed:?}");
     }
 
     #[test]

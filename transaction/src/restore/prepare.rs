@@ -1,6 +1,6 @@
 //! What a restore decides before anything is started. A refusal here leaves no process and no mount.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +9,7 @@ use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Verified};
+use firn_image::memory::call::{Request, Stored};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
 use firn_oci::job_hook::{
     Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
@@ -27,6 +28,7 @@ use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
 use crate::look;
+use crate::memory::Copier;
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
@@ -122,10 +124,8 @@ impl Preparation<'_> {
         let config = Config::load()?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
-        let plugin = match manifest.inherited_gpus.is_empty() {
-            true => None,
-            false => Some(find_criu_plugin(config.criu.libs_dir.as_deref()).ok_or(Refusal::NoPlugin)?),
-        };
+        let plugin = plugin(manifest, &config)?;
+        let stored = self.stored(manifest, &config, &hook).await?;
         let (bundle, reaper) = (self.bundle, self.reaper);
         let inventory = match has_nvidia {
             true => {
@@ -160,6 +160,7 @@ impl Preparation<'_> {
         }
         criu.write(Operation::Restore)?;
         Ok(GpuPart {
+            stored,
             device_free,
             has_nvidia: spec.requests_gpu(),
             pairs,
@@ -170,6 +171,29 @@ impl Preparation<'_> {
             worker,
             hook,
         })
+    }
+
+    /// Looks whether this node's store has what the image does not hold.
+    async fn stored(
+        self,
+        manifest: &Manifest,
+        config: &Config,
+        hook: &Path,
+    ) -> Result<Option<Stored>, Refusal> {
+        let Some(memory) = manifest.bulk.clone() else {
+            return Ok(None);
+        };
+        let stored = Stored {
+            store: config.images.store.clone(),
+            memory,
+        };
+        let copier = Copier {
+            hook: hook.to_owned(),
+            reaper: self.reaper.clone(),
+            limit: config.deadlines.verify,
+        };
+        let () = copier.ask(&Request::Look(stored.clone()), self.cancel).await?;
+        Ok(Some(stored))
     }
 
     /// The node's GPUs. With `may_lack_driver` a node whose driver cannot be asked has none.
@@ -282,6 +306,16 @@ impl Preparation<'_> {
             });
         }
         Ok(())
+    }
+}
+
+/// firn's plugin for CRIU, if the image needs it.
+fn plugin(manifest: &Manifest, config: &Config) -> Result<Option<PathBuf>, Refusal> {
+    match manifest.inherited_gpus.is_empty() {
+        true => Ok(None),
+        false => find_criu_plugin(config.criu.libs_dir.as_deref())
+            .map(Some)
+            .ok_or(Refusal::NoPlugin),
     }
 }
 

@@ -10,6 +10,7 @@ fn workload() -> Workload {
         processes: Some(Assertions::default()),
         capacity: Some(Capacity {
             gpu_memory: 0,
+            stored: false,
             image: "/images".into(),
             work: "/work".into(),
         }),

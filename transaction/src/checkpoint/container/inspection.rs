@@ -50,6 +50,7 @@ impl ContainerEffects<'_> {
             false => Versions::default(),
         };
         Ok(Source {
+            store: self.store_for(&spec)?,
             hooks: job_hook::named(&spec),
             assertions,
             dump,
@@ -165,6 +166,7 @@ impl ContainerEffects<'_> {
             cuda: pids,
             capacity: Some(Capacity {
                 gpu_memory,
+                stored: self.source().store.is_some(),
                 image: self.request.image.inside(),
                 work: self.request.work.as_ref().unwrap_or(bundle).clone(),
             }),

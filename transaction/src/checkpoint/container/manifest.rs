@@ -58,6 +58,7 @@ impl ContainerEffects<'_> {
     pub(super) async fn write_manifest(
         &self,
         processes: Vec<manifest::CheckpointedProcess>,
+        bulk: Option<manifest::StoredMemory>,
     ) -> Result<(), EffectError> {
         let source = self.source().clone();
         let image = self.request.image.clone();
@@ -84,6 +85,7 @@ impl ContainerEffects<'_> {
                 processes,
                 inherited_gpus,
                 released_gpus: None,
+                bulk,
                 mounts,
                 versions: source.versions,
                 images,

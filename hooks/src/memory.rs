@@ -1,0 +1,30 @@
+//! Copies memory of stopped processes for the shim, in a process of its own: threads and buffers end with it.
+
+use std::io::{Read, stdin};
+
+use anyhow::{Context, Result};
+use firn_host::{Problem, ProblemReport};
+use firn_image::memory::MemoryError;
+use firn_image::memory::call::{Request, complete, filled, kept, saved};
+use serde::Serialize;
+
+/// Longest request that is read.
+const REQUEST: u64 = 16 << 20;
+
+/// Does what standard input asks for, and prints the result.
+pub fn run() -> Result<()> {
+    let mut request = Vec::new();
+    stdin().take(REQUEST).read_to_end(&mut request)?;
+    let request: Request = serde_json::from_slice(&request).context("the request is not understood")?;
+    match request {
+        Request::Save(save) => answer(saved(save)),
+        Request::Rest(rest) => answer(kept(&rest)),
+        Request::Look(stored) => answer(complete(&stored).map(|_| ())),
+        Request::Fill(fill) => answer(filled(&fill)),
+    }
+}
+
+fn answer<T: Serialize>(done: Result<T, MemoryError>) -> Result<()> {
+    let done: Result<T, ProblemReport> = done.map_err(|error| error.report());
+    super::answer(serde_json::to_string(&done)?)
+}

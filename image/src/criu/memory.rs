@@ -1,0 +1,405 @@
+//! Memory in CRIU's files: which pages of a task an image has, and where its mappings lie.
+//!
+//! `pagemap-PID.img` names runs of pages; their content follows in the same order in `pages-ID.img`. A page
+//! of a private anonymous mapping that no run has is zero in the restored task.
+
+use std::ops::Range;
+use std::path::Path;
+
+use super::connections::write;
+use super::wire::{self, Message, WireError};
+use super::{ImageFault, messages};
+use crate::dir::UntrustedDir;
+use firn_host::bounded::read_at_most;
+
+const PAGEMAP_MAGIC: u32 = 0x5608_4025;
+const MM_MAGIC: u32 = 0x5749_2820;
+
+/// Bytes of a page.
+pub const PAGE: u64 = 4096;
+
+/// Largest file that is read: a run for every second page of 100 GiB.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// The content is in the pages file.
+const PRESENT: u32 = 1 << 2;
+/// The content is in the image of an earlier dump.
+const PARENT: u32 = 1;
+
+/// The bit of `MADV_HUGEPAGE` in the advice of a mapping.
+const HUGE_PAGES: u64 = 1 << 14;
+
+/// `VMA_ANON_PRIVATE`.
+const ANON_PRIVATE: u32 = 1 << 9;
+
+/// Fields of `pagemap_entry`. Before CRIU 4.2 there is no long count.
+mod entry {
+    pub(super) const ADDRESS: u32 = 1;
+    pub(super) const COUNT: u32 = 2;
+    pub(super) const IN_PARENT: u32 = 3;
+    pub(super) const FLAGS: u32 = 4;
+    pub(super) const LONG_COUNT: u32 = 5;
+}
+
+/// Fields of `vma_entry`.
+mod vma {
+    pub(super) const START: u32 = 1;
+    pub(super) const END: u32 = 2;
+    pub(super) const STATUS: u32 = 7;
+    pub(super) const ADVICE: u32 = 9;
+}
+
+/// Field of `mm_entry` with its mappings.
+const VMAS: u32 = 14;
+
+/// Pages side by side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Addresses in the task.
+    pub at: Range<u64>,
+    /// CRIU's flags.
+    flags: u32,
+}
+
+impl Run {
+    /// A part of it.
+    pub fn part(&self, at: Range<u64>) -> Self {
+        Self {
+            at,
+            flags: self.flags,
+        }
+    }
+
+    /// Whether `next` goes on where this one ends.
+    pub fn joins(&self, next: &Self) -> bool {
+        self.at.end == next.at.start && self.flags == next.flags
+    }
+}
+
+/// What `pagemap-PID.img` holds.
+#[derive(Debug)]
+pub struct Pagemap {
+    /// Number of the pages file.
+    pub pages_id: u32,
+    /// In the order of the pages file, which is that of their addresses.
+    pub runs: Vec<Run>,
+    /// Whether this CRIU writes counts of 64 bits.
+    long_counts: bool,
+}
+
+impl Pagemap {
+    /// Name of the file of the task with this pid in the container.
+    pub fn name(pid: i32) -> String {
+        format!("pagemap-{pid}.img")
+    }
+
+    /// Name of the file with the content.
+    pub fn pages_name(&self) -> String {
+        format!("pages-{}.img", self.pages_id)
+    }
+
+    /// Reads the runs of a task; none if CRIU has written none.
+    pub fn read(dir: &Path, pid: i32) -> Result<Option<Self>, ImageFault> {
+        Self::read_named(dir, &Self::name(pid))
+    }
+
+    /// The same for a file of this name, which may be that of shared memory.
+    pub fn read_named(dir: &Path, name: &str) -> Result<Option<Self>, ImageFault> {
+        let Some(bytes) = bytes(dir, name)? else {
+            return Ok(None);
+        };
+        let parsed = messages(name, PAGEMAP_MAGIC, &bytes)?;
+        let parsed = parsed
+            .split_first()
+            .ok_or_else(|| ImageFault::malformed(name, "it has no head"));
+        let (head, entries) = parsed?;
+        let malformed = |error: WireError| ImageFault::malformed(name, error);
+        let pages_id = Message::parse(head)
+            .and_then(|head| head.required(1))
+            .map_err(malformed)?;
+        let mut map = Self {
+            pages_id,
+            runs: Vec::with_capacity(entries.len()),
+            long_counts: false,
+        };
+        let mut end = 0;
+        for entry in entries {
+            let (run, is_long) = run(entry).map_err(malformed)?;
+            map.long_counts |= is_long;
+            if run.at.start < end {
+                return Err(ImageFault::malformed(name, "its pages are not in order"));
+            }
+            if run.flags & PRESENT == 0 || run.flags & PARENT != 0 {
+                return Err(ImageFault::malformed(name, "its pages are not in the image"));
+            }
+            end = run.at.end;
+            map.runs.push(run);
+        }
+        Ok(Some(map))
+    }
+
+    /// Writes the file again.
+    pub fn write(&self, dir: &Path, pid: i32) -> Result<(), ImageFault> {
+        let mut head = Vec::new();
+        wire::push_number(&mut head, 1, self.pages_id.into());
+        let entries = self.runs.iter().map(|run| self.entry(run));
+        let all: Vec<Vec<u8>> = std::iter::once(head).chain(entries).collect();
+        write(dir, &Self::name(pid), PAGEMAP_MAGIC, &all)
+    }
+
+    fn entry(&self, run: &Run) -> Vec<u8> {
+        let pages = (run.at.end - run.at.start) / PAGE;
+        let mut entry = Vec::new();
+        wire::push_number(&mut entry, entry::ADDRESS, run.at.start);
+        // CRIU 4.2 reads the long count where there is one.
+        wire::push_number(&mut entry, entry::COUNT, u32::try_from(pages).unwrap_or(0).into());
+        wire::push_number(&mut entry, entry::FLAGS, run.flags.into());
+        if self.long_counts {
+            wire::push_number(&mut entry, entry::LONG_COUNT, pages);
+        }
+        entry
+    }
+}
+
+fn run(entry: &[u8]) -> Result<(Run, bool), WireError> {
+    let message = Message::parse(entry)?;
+    let start = message.required_long(entry::ADDRESS)?;
+    let long = message.long(entry::LONG_COUNT)?;
+    let pages = long.unwrap_or(u64::from(message.required(entry::COUNT)?));
+    let bytes = pages.checked_mul(PAGE).ok_or(WireError { field: entry::COUNT })?;
+    let end = start.checked_add(bytes).ok_or(WireError {
+        field: entry::ADDRESS,
+    })?;
+    let in_parent = message.number(entry::IN_PARENT)?.unwrap_or(0);
+    let flags = message.number(entry::FLAGS)?.unwrap_or(PRESENT) | in_parent;
+    if start % PAGE != 0 {
+        return Err(WireError {
+            field: entry::ADDRESS,
+        });
+    }
+    Ok((
+        Run {
+            at: start..end,
+            flags,
+        },
+        long.is_some(),
+    ))
+}
+
+/// A mapping of a task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vma {
+    pub at: Range<u64>,
+    /// Private and anonymous: a page without content is zero.
+    pub is_anonymous: bool,
+}
+
+fn mm_name(pid: i32) -> String {
+    format!("mm-{pid}.img")
+}
+
+/// The mappings of the task with this pid in the container, by address.
+pub fn vmas(dir: &Path, pid: i32) -> Result<Vec<Vma>, ImageFault> {
+    let name = mm_name(pid);
+    let Some(bytes) = bytes(dir, &name)? else {
+        return Ok(Vec::new());
+    };
+    let malformed = |error: WireError| ImageFault::malformed(&name, error);
+    let all = messages(&name, MM_MAGIC, &bytes)?;
+    let [mm] = all[..] else {
+        return Err(ImageFault::malformed(&name, "it holds not one message"));
+    };
+    Message::parse(mm)
+        .and_then(|mm| mm.each(VMAS, vma))
+        .map_err(malformed)
+}
+
+fn vma(vma: &Message<'_>) -> Result<Vma, WireError> {
+    Ok(Vma {
+        at: vma.required_long(vma::START)?..vma.required_long(vma::END)?,
+        is_anonymous: vma.required(vma::STATUS)? & ANON_PRIVATE != 0,
+    })
+}
+
+/// Lets CRIU ask for transparent huge pages in the mappings that lie in `ranges`, before anything is in them:
+/// they are then filled several times as fast.
+pub fn advise_huge_pages(dir: &Path, pid: i32, ranges: &[Range<u64>]) -> Result<(), ImageFault> {
+    let name = mm_name(pid);
+    let bytes = bytes(dir, &name)?.ok_or_else(|| super::missing(&name))?;
+    let malformed = |error: WireError| ImageFault::malformed(&name, error);
+    let all = messages(&name, MM_MAGIC, &bytes)?;
+    let edited: Result<Vec<Vec<u8>>, WireError> = all.into_iter().map(|mm| advised(mm, ranges)).collect();
+    write(dir, &name, MM_MAGIC, &edited.map_err(malformed)?)
+}
+
+fn advised(mm: &[u8], ranges: &[Range<u64>]) -> Result<Vec<u8>, WireError> {
+    wire::replace(mm, VMAS, |bytes| {
+        let message = Message::parse(bytes)?;
+        let at = vma(&message)?.at;
+        if !ranges
+            .iter()
+            .any(|range| range.start <= at.start && at.end <= range.end)
+        {
+            return Ok(None);
+        }
+        let advice = message.long(vma::ADVICE)?.unwrap_or(0) | HUGE_PAGES;
+        let mut edited = wire::without(bytes, |field| field == vma::ADVICE)?;
+        wire::push_number(&mut edited, vma::ADVICE, advice);
+        Ok(Some(edited))
+    })
+}
+
+fn bytes(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
+    let unreadable = |error: std::io::Error| ImageFault::unreadable(name, &error);
+    let file = match UntrustedDir::open(dir).and_then(|dir| dir.file(name)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(unreadable)?,
+    };
+    let bytes = read_at_most(file, MAX_BYTES).map_err(unreadable)?;
+    bytes
+        .map(Some)
+        .ok_or_else(|| ImageFault::malformed(name, "it is too large"))
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! Files as CRIU before 4.2 writes them.
+
+    use super::*;
+
+    pub(crate) fn entry(address: u64, pages: u64, flags: u64) -> Vec<u8> {
+        let mut entry = Vec::new();
+        for (field, number) in [
+            (entry::ADDRESS, address),
+            (entry::COUNT, pages),
+            (entry::FLAGS, flags),
+        ] {
+            wire::push_number(&mut entry, field, number);
+        }
+        entry
+    }
+
+    pub(crate) fn write_pagemap(dir: &Path, pid: i32, pages_id: u8, run: &Range<u64>) {
+        let run = entry(run.start, (run.end - run.start) / PAGE, PRESENT.into());
+        write(dir, &Pagemap::name(pid), PAGEMAP_MAGIC, &[vec![8, pages_id], run]).unwrap();
+    }
+
+    /// Mappings, and whether each is private and anonymous.
+    pub(crate) fn write_mm(dir: &Path, pid: i32, vmas: &[(Range<u64>, bool)]) {
+        let mut mm = Vec::new();
+        for (at, is_anonymous) in vmas {
+            let status = if *is_anonymous { ANON_PRIVATE } else { 0 };
+            wire::push_bytes(&mut mm, VMAS, &vma(at.clone(), status.into(), 0));
+        }
+        write(dir, &mm_name(pid), MM_MAGIC, &[mm]).unwrap();
+    }
+
+    pub(crate) fn vma(at: Range<u64>, status: u64, advice: u64) -> Vec<u8> {
+        let mut vma = Vec::new();
+        let fields = [
+            (vma::START, at.start),
+            (vma::END, at.end),
+            (vma::STATUS, status),
+            (vma::ADVICE, advice),
+        ];
+        for (field, number) in fields {
+            wire::push_number(&mut vma, field, number);
+        }
+        vma
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{entry, vma};
+    use super::*;
+
+    fn file(dir: &Path, name: &str, magic: u32, messages: &[&[u8]]) {
+        write(dir, name, magic, messages).unwrap();
+    }
+
+    fn map(entries: &[Vec<u8>]) -> Result<Pagemap, ImageFault> {
+        let dir = tempfile::tempdir().unwrap();
+        let head = [8, 3];
+        let all: Vec<&[u8]> = std::iter::once(&head[..])
+            .chain(entries.iter().map(|e| &e[..]))
+            .collect();
+        file(dir.path(), "pagemap-7.img", PAGEMAP_MAGIC, &all);
+        Ok(Pagemap::read(dir.path(), 7)?.unwrap())
+    }
+
+    #[test]
+    fn runs_are_read_and_written_as_this_criu_writes_them() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(Pagemap::read(dir.path(), 7).unwrap().is_none());
+        let mut long = entry(0x9000, 0, 4);
+        wire::push_number(&mut long, entry::LONG_COUNT, 1 << 33);
+        for (second, is_long) in [(entry(0x9000, 2, 6), false), (long, true)] {
+            let first = entry(0x4000, 3, 4);
+            file(
+                dir.path(),
+                "pagemap-7.img",
+                PAGEMAP_MAGIC,
+                &[&[8, 3], &first, &second],
+            );
+            let map = Pagemap::read(dir.path(), 7).unwrap().unwrap();
+            assert_eq!(
+                (map.pages_name().as_str(), map.long_counts),
+                ("pages-3.img", is_long)
+            );
+            assert_eq!(map.runs[0].at, 0x4000..0x7000);
+            assert_eq!(map.runs[1].at.start, 0x9000);
+            map.write(dir.path(), 7).unwrap();
+            let again = Pagemap::read(dir.path(), 7).unwrap().unwrap();
+            assert_eq!((&again.runs, again.long_counts), (&map.runs, is_long));
+        }
+    }
+
+    #[test]
+    fn runs_that_no_dump_writes_are_refused() {
+        assert_eq!(map(&[entry(0x4000, 1, 4)]).unwrap().runs.len(), 1);
+        for odd in [
+            vec![entry(0x4000, 2, 4), entry(0x5000, 1, 4)],
+            vec![entry(0x4000, 1, 1)],
+            vec![entry(0x4000, 1, 0)],
+            vec![entry(0x4001, 1, 4)],
+            vec![entry(u64::MAX - 0xfff, 2, 4)],
+            vec![vec![0xff]],
+        ] {
+            assert!(matches!(map(&odd), Err(ImageFault::Malformed { .. })), "{odd:?}");
+        }
+    }
+
+    #[test]
+    fn huge_pages_are_asked_for_in_the_given_ranges_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut mm = Vec::new();
+        wire::push_number(&mut mm, 1, 77);
+        for one in [
+            vma(0x1000..0x3000, 0x201, 0),
+            vma(0x3000..0x9000, 0x201, 2),
+            vma(0xa000..0xb000, 0x41, 0),
+        ] {
+            wire::push_bytes(&mut mm, VMAS, &one);
+        }
+        wire::push_number(&mut mm, 15, 1);
+        file(dir.path(), "mm-7.img", MM_MAGIC, &[&mm]);
+        let one = |at, is_anonymous| Vma { at, is_anonymous };
+        let expected = [
+            one(0x1000..0x3000, true),
+            one(0x3000..0x9000, true),
+            one(0xa000..0xb000, false),
+        ];
+        assert_eq!(vmas(dir.path(), 7).unwrap(), expected);
+
+        let range = 0x3000..0x9000;
+        advise_huge_pages(dir.path(), 7, std::slice::from_ref(&range)).unwrap();
+        assert_eq!(vmas(dir.path(), 7).unwrap(), expected);
+        let bytes = std::fs::read(dir.path().join("mm-7.img")).unwrap();
+        let messages = messages("mm-7.img", MM_MAGIC, &bytes).unwrap();
+        let mm = Message::parse(messages[0]).unwrap();
+        assert_eq!((mm.required_long(1), mm.required_long(15)), (Ok(77), Ok(1)));
+        let advice = mm.each(VMAS, |vma| vma.required_long(vma::ADVICE)).unwrap();
+        assert_eq!(advice, [0, 2 | HUGE_PAGES, 0]);
+    }
+}

@@ -1,0 +1,142 @@
+//! What the shim asks a program of its own for: copies take threads, memory and time that the shim does not
+//! have. `firn-hook memory` reads a [`Request`] and prints a result.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
+use crate::manifest::StoredMemory;
+use crate::store::{Index, Store};
+
+/// What is to be done.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Request {
+    /// Copy large memory of these processes into a store.
+    Save(Save),
+    /// Write the pages files that CRIU has not written: a [`Kept`] is printed.
+    Rest(Rest),
+    /// See whether a store has all that an image names.
+    Look(Stored),
+    /// Fill the memory of restored processes.
+    Fill(Fill),
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Save {
+    /// Path of the store.
+    pub store: PathBuf,
+    /// Bytes that the store may hold at most.
+    pub cap: Option<u64>,
+    pub processes: Vec<Process>,
+    /// Id of the checkpoint, its container and its image directory, for people and for the store's clean-up.
+    pub checkpoint: String,
+    pub container: String,
+    pub image: PathBuf,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Rest {
+    /// The image directory.
+    pub image: PathBuf,
+    pub processes: Vec<Process>,
+    /// What the store has.
+    pub bulk: Vec<Bulk>,
+}
+
+/// Memory in the store of this node.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Stored {
+    /// Path of this node's store; none where the node has none.
+    pub store: Option<PathBuf>,
+    pub memory: StoredMemory,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Fill {
+    pub stored: Stored,
+    /// Pids on the host by the pids in the container.
+    pub pids: BTreeMap<i32, i32>,
+}
+
+/// What the store got.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Saved {
+    pub bulk: Vec<Bulk>,
+    /// None where no process has large memory.
+    pub memory: Option<StoredMemory>,
+    /// Bytes that the store had to write, and that it had already.
+    pub written: u64,
+    pub reused: u64,
+}
+
+/// Copies large memory into the store.
+pub fn saved(request: Save) -> Result<Saved, MemoryError> {
+    let bulk = find(&request.processes)?;
+    if bulk.is_empty() {
+        return Ok(Saved::default());
+    }
+    let store = Store::create(&request.store)?;
+    let writer = store.writer(request.cap)?;
+    let pieces = match save(&bulk, &writer) {
+        Ok(pieces) => pieces,
+        Err(error) => {
+            writer.abort();
+            return Err(error);
+        }
+    };
+    let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let index = Index {
+        checkpoint: request.checkpoint,
+        made: made.as_secs(),
+        container: request.container,
+        host: host(),
+        image: request.image,
+        pieces,
+    };
+    let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
+    let (written, reused) = (writer.written(), writer.reused());
+    let memory = StoredMemory {
+        store: store.id().to_owned(),
+        index: writer.finish(&index)?,
+        bytes,
+    };
+    Ok(Saved {
+        bulk,
+        memory: Some(memory),
+        written,
+        reused,
+    })
+}
+
+/// Writes the pages files that CRIU has not written.
+pub fn kept(request: &Rest) -> Result<Kept, MemoryError> {
+    rest(&request.image, &request.processes, &request.bulk)
+}
+
+/// The memory's index, of which the store has every extent.
+pub fn complete(stored: &Stored) -> Result<(Store, Index), MemoryError> {
+    let StoredMemory { store: id, index, .. } = &stored.memory;
+    let path = stored.store.as_deref();
+    let store = Store::open(path.ok_or_else(|| MemoryError::NoStore {
+        id: id.clone(),
+        index: *index,
+    })?)?;
+    let index = store.index(index)?;
+    store.expect(&index)?;
+    Ok((store, index))
+}
+
+/// Fills the memory of restored processes. Returns the bytes that were written.
+pub fn filled(request: &Fill) -> Result<u64, MemoryError> {
+    let (store, index) = complete(&request.stored)?;
+    fill(&store, &index, &request.pids)
+}
+
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_owned()
+}

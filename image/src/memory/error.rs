@@ -1,0 +1,52 @@
+//! Why memory could not be copied.
+
+use std::io;
+
+use firn_host::Problem;
+
+use crate::criu::ImageFault;
+use crate::store::{Digest, StoreError};
+
+/// A copy of memory that failed. The processes are as they were, except those that [`super::fill`] was
+/// filling.
+#[derive(Debug, thiserror::Error, Problem)]
+#[problem(
+    "FIRN-MEMORY",
+    "see whether the process was killed or ran out of memory; without the store \
+     (`firn.dev/bulk=inline`) CRIU alone copies its memory"
+)]
+pub enum MemoryError {
+    /// The process has gone, or its mappings cannot be read.
+    #[error("cannot read the mappings of process {pid}")]
+    Mappings { pid: i32, source: io::Error },
+    /// Its memory cannot be read.
+    #[error("cannot read the memory of process {pid} at {at:#x}")]
+    Read { pid: i32, at: u64, source: io::Error },
+    /// Its memory cannot be written.
+    #[error("cannot fill the memory of process {pid} at {at:#x}")]
+    Write { pid: i32, at: u64, source: io::Error },
+    /// The restored process has other mappings than the dumped one.
+    #[error("process {inside} of the checkpoint has no private anonymous memory at {at:#x}")]
+    #[problem("FIRN-IMAGE-CORRUPT", "make the checkpoint again")]
+    Layout { inside: i32, at: u64 },
+    /// A file of CRIU's is not as expected.
+    #[error(transparent)]
+    Image(#[from] ImageFault),
+    /// CRIU has written its memory to a file that firn did not expect.
+    #[error("CRIU has dumped memory that firn does not know: {file} names {pages}")]
+    Unexpected { file: String, pages: String },
+    /// A pages file cannot be written.
+    #[error("cannot write {file} of the checkpoint")]
+    #[problem("FIRN-DUMP", "see whether the file system of the checkpoint is full")]
+    Pages { file: String, source: io::Error },
+    /// This node has no store.
+    #[error("memory {index} of the checkpoint is in store {id}, and this node names none")]
+    #[problem(
+        "FIRN-STORE-MISSING",
+        "name the store of this node under [images] in the configuration, and bring the memory there with \
+         `firn store pull URL ID`"
+    )]
+    NoStore { id: String, index: Digest },
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}

@@ -1,0 +1,356 @@
+//! CRIU's pages files, made from the memory of the processes: CRIU itself has written them to /dev/null.
+//!
+//! Pages of private anonymous memory that are zero are left out: in the restored task they are zero.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Bulk, MemoryError, Process, remote, threads};
+use crate::criu::memory::{PAGE, Pagemap, Run, Vma, advise_huge_pages, vmas};
+
+/// Bytes that a thread reads at once.
+const BLOCK: u64 = 4 << 20;
+
+/// What is in the pages files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Bytes in them.
+    pub bytes: u64,
+    /// Bytes that were zero and left out.
+    pub zero: u64,
+}
+
+/// Writes the pages files of these processes that are links to /dev/null, without what the store has. `dir`
+/// is the image directory, to which nobody else writes.
+pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, MemoryError> {
+    let mut kept = Kept::default();
+    for process in processes {
+        let Some(mut map) = Pagemap::read(dir, process.inside)? else {
+            continue;
+        };
+        if !is_discarded(&dir.join(map.pages_name())) {
+            continue;
+        }
+        let in_store: Vec<Range<u64>> = bulk
+            .iter()
+            .filter(|bulk| bulk.process == *process)
+            .map(|bulk| bulk.at.clone())
+            .collect();
+        let vmas = vmas(dir, process.inside)?;
+        let blocks = blocks(&map.runs, &in_store, &vmas);
+        let of = pages(dir, &map.pages_name(), process.pid, &blocks, &mut kept)?;
+        map.runs = of;
+        map.write(dir, process.inside)?;
+        if !in_store.is_empty() {
+            advise_huge_pages(dir, process.inside, &in_store)?;
+        }
+    }
+    expect_no_discarded(dir)?;
+    Ok(kept)
+}
+
+/// Whether CRIU's pages went nowhere.
+fn is_discarded(path: &Path) -> bool {
+    path.is_symlink()
+}
+
+/// A pages file that is still a link becomes an empty one if CRIU has not used it; memory that CRIU has put
+/// there is lost.
+fn expect_no_discarded(dir: &Path) -> Result<(), MemoryError> {
+    let unreadable = |file: &str, source| MemoryError::Pages {
+        file: file.to_owned(),
+        source,
+    };
+    let names = |entry: io::Result<std::fs::DirEntry>| Some(entry.ok()?.file_name().to_str()?.to_owned());
+    let all: Vec<String> = std::fs::read_dir(dir)
+        .map_err(|source| unreadable("the directory", source))?
+        .filter_map(names)
+        .collect();
+    let mut used = Vec::new();
+    for name in all.iter().filter(|name| name.starts_with("pagemap-")) {
+        used.extend(Pagemap::read_named(dir, name)?.map(|map| (map.pages_name(), name)));
+    }
+    for name in all.iter().filter(|name| name.starts_with("pages-")) {
+        let path = dir.join(name);
+        if !is_discarded(&path) {
+            continue;
+        }
+        if let Some((_, map)) = used.iter().find(|(pages, _)| pages == name) {
+            return Err(MemoryError::Unexpected {
+                file: (*map).clone(),
+                pages: name.clone(),
+            });
+        }
+        // Not removed: firn sees by a missing file that another program clears the image.
+        replace(dir, name).map_err(|source| unreadable(name, source))?;
+    }
+    Ok(())
+}
+
+/// A part of a run, in one mapping.
+struct Block {
+    run: Run,
+    /// Whether zero pages may be left out.
+    is_anonymous: bool,
+}
+
+/// The runs without what the store has, in parts that a thread reads at once.
+fn blocks(runs: &[Run], in_store: &[Range<u64>], vmas: &[Vma]) -> Vec<Block> {
+    // Where one of the ranges or mappings begins or ends.
+    let mut bounds: Vec<u64> = in_store
+        .iter()
+        .chain(vmas.iter().map(|vma| &vma.at))
+        .flat_map(|at| [at.start, at.end])
+        .collect();
+    bounds.sort_unstable();
+    let mut blocks = Vec::new();
+    for run in runs {
+        let mut at = run.at.start;
+        while at < run.at.end {
+            let bound = bounds[bounds.partition_point(|bound| *bound <= at)..].first();
+            let end = run
+                .at
+                .end
+                .min(at.saturating_add(BLOCK))
+                .min(bound.copied().unwrap_or(u64::MAX));
+            if !in_store.iter().any(|range| range.contains(&at)) {
+                let vma = vmas.get(vmas.partition_point(|vma| vma.at.end <= at));
+                let is_anonymous = vma.is_some_and(|vma| vma.at.contains(&at) && vma.is_anonymous);
+                blocks.push(Block {
+                    run: run.part(at..end),
+                    is_anonymous,
+                });
+            }
+            at = end;
+        }
+    }
+    blocks
+}
+
+/// Where the next block begins in the pages file: blocks are placed in their order, and written in any.
+struct Places {
+    next: Mutex<(usize, u64)>,
+    taken: Condvar,
+}
+
+impl Places {
+    /// The place of a block with so many bytes. Waits for those before it, which always come: threads take
+    /// blocks in order, and one that fails passes its turn on.
+    fn take(&self, number: usize, bytes: u64) -> u64 {
+        let next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let wait = self.taken.wait_while(next, |(turn, _)| *turn != number);
+        let mut next = wait.unwrap_or_else(PoisonError::into_inner);
+        let place = next.1;
+        *next = (number + 1, place + bytes);
+        self.taken.notify_all();
+        place
+    }
+}
+
+/// Writes the blocks into a pages file. Returns the runs that are in it.
+fn pages(
+    dir: &Path,
+    name: &str,
+    pid: i32,
+    blocks: &[Block],
+    kept: &mut Kept,
+) -> Result<Vec<Run>, MemoryError> {
+    let failed = |source| MemoryError::Pages {
+        file: name.to_owned(),
+        source,
+    };
+    let file = replace(dir, name).map_err(failed)?;
+    let places = Places {
+        next: Mutex::new((0, 0)),
+        taken: Condvar::new(),
+    };
+    let written = threads::each(
+        blocks.len(),
+        || vec![0; usize::try_from(BLOCK).unwrap_or_default()],
+        |number, buffer| {
+            let block = &blocks[number];
+            let length = block.run.at.end - block.run.at.start;
+            let buffer = &mut buffer[..usize::try_from(length).unwrap_or_default()];
+            let read = remote::read(pid, block.run.at.start, buffer);
+            let runs = match &read {
+                Ok(()) => content(block, buffer),
+                Err(_) => Vec::new(),
+            };
+            let bytes = runs.iter().map(|run| run.at.end - run.at.start).sum();
+            let place = places.take(number, bytes);
+            read?;
+            write(&file, place, &block.run, &runs, buffer).map_err(failed)?;
+            Ok::<_, MemoryError>((runs, length - bytes))
+        },
+    )?;
+    let mut runs: Vec<Run> = Vec::new();
+    for (run, zero) in written {
+        kept.zero += zero;
+        for run in run {
+            kept.bytes += run.at.end - run.at.start;
+            match runs.last_mut() {
+                Some(last) if last.joins(&run) => last.at.end = run.at.end,
+                _ => runs.push(run),
+            }
+        }
+    }
+    Ok(runs)
+}
+
+/// The runs of a block that have to be in the file.
+fn content(block: &Block, bytes: &[u8]) -> Vec<Run> {
+    if !block.is_anonymous {
+        return vec![block.run.clone()];
+    }
+    let mut runs: Vec<Run> = Vec::new();
+    let page = usize::try_from(PAGE).unwrap_or(usize::MAX);
+    for (at, page) in (block.run.at.start..).step_by(page).zip(bytes.chunks(page)) {
+        if is_zero(page) {
+            continue;
+        }
+        let at = at..at + PAGE;
+        match runs.last_mut() {
+            Some(last) if last.at.end == at.start => last.at.end = at.end,
+            _ => runs.push(block.run.part(at)),
+        }
+    }
+    runs
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    page.chunks(16)
+        .all(|chunk| chunk.iter().fold(0, |sum, byte| sum | byte) == 0)
+}
+
+fn write(file: &File, mut place: u64, of: &Run, runs: &[Run], bytes: &[u8]) -> io::Result<()> {
+    let offset = |at: u64| usize::try_from(at - of.at.start).unwrap_or_default();
+    for run in runs {
+        let bytes = &bytes[offset(run.at.start)..offset(run.at.end)];
+        file.write_all_at(bytes, place)?;
+        place += bytes.len() as u64;
+    }
+    Ok(())
+}
+
+/// Puts an empty file in the place of the link.
+fn replace(dir: &Path, name: &str) -> io::Result<File> {
+    // Hidden: who watches the directory for lost files passes it over.
+    let new = dir.join(format!(".{name}"));
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
+    std::fs::rename(&new, dir.join(name))?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::criu::memory::testing::{write_mm, write_pagemap};
+
+    const INSIDE: i32 = 7;
+
+    /// Memory of this process at the bounds of pages: a page of ones, a zero page, a page of twos, a zero
+    /// page.
+    struct Memory(Vec<u8>);
+
+    impl Memory {
+        fn new() -> Self {
+            let mut bytes = vec![0_u8; 5 * 4096];
+            let begin = usize::try_from(Self::aligned(&bytes)).unwrap() - bytes.as_ptr().addr();
+            bytes[begin..][..4096].fill(1);
+            bytes[begin + 2 * 4096..][..4096].fill(2);
+            Self(bytes)
+        }
+
+        fn aligned(bytes: &[u8]) -> u64 {
+            (bytes.as_ptr().addr() as u64).next_multiple_of(PAGE)
+        }
+
+        fn at(&self) -> u64 {
+            Self::aligned(&self.0)
+        }
+    }
+
+    fn me() -> Process {
+        Process {
+            pid: std::process::id().cast_signed(),
+            inside: INSIDE,
+        }
+    }
+
+    /// The pages file, the runs that are in it, and what `rest` returned.
+    fn rest_of(
+        memory: &Memory,
+        is_anonymous: bool,
+        bulk: Option<Range<u64>>,
+    ) -> (Vec<u8>, Vec<Range<u64>>, Kept) {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let all = memory.at()..memory.at() + 4 * PAGE;
+        write_mm(dir, INSIDE, &[(all.clone(), is_anonymous)]);
+        write_pagemap(dir, INSIDE, 1, &all);
+        for number in [1, 2] {
+            std::os::unix::fs::symlink("/dev/null", dir.join(format!("pages-{number}.img"))).unwrap();
+        }
+        let bulk: Vec<Bulk> = bulk.into_iter().map(|at| Bulk { process: me(), at }).collect();
+        let kept = rest(dir, &[me()], &bulk).unwrap();
+        assert!(!dir.join("pages-2.img").is_symlink(), "an unused link is left");
+        let map = Pagemap::read(dir, INSIDE).unwrap().unwrap();
+        let pages = std::fs::read(dir.join("pages-1.img")).unwrap();
+        (pages, map.runs.into_iter().map(|run| run.at).collect(), kept)
+    }
+
+    #[test]
+    fn zero_pages_of_anonymous_memory_are_left_out() {
+        let memory = Memory::new();
+        let at = memory.at();
+        let (pages, runs, kept) = rest_of(&memory, true, None);
+        assert_eq!(pages, [[1_u8; 4096], [2; 4096]].concat());
+        assert_eq!(runs, [at..at + PAGE, at + 2 * PAGE..at + 3 * PAGE]);
+        assert_eq!((kept.bytes, kept.zero), (2 * PAGE, 2 * PAGE));
+        let (pages, runs, kept) = rest_of(&memory, false, None);
+        assert_eq!(pages, [[1_u8; 4096], [0; 4096], [2; 4096], [0; 4096]].concat());
+        assert_eq!(runs, vec![at..at + 4 * PAGE], "a file may be behind it");
+        assert_eq!(kept.zero, 0);
+    }
+
+    #[test]
+    fn what_the_store_has_is_left_out() {
+        let memory = Memory::new();
+        let at = memory.at();
+        let (pages, runs, _) = rest_of(&memory, true, Some(at..at + 2 * PAGE));
+        assert_eq!(pages, [2; 4096]);
+        assert_eq!(runs, vec![at + 2 * PAGE..at + 3 * PAGE]);
+    }
+
+    #[test]
+    fn memory_that_went_nowhere_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        write_pagemap(dir.path(), 9, 1, &(0x1000..0x2000));
+        std::os::unix::fs::symlink("/dev/null", dir.path().join("pages-1.img")).unwrap();
+        let lost = rest(dir.path(), &[me()], &[]);
+        assert!(matches!(lost, Err(MemoryError::Unexpected { .. })), "{lost:?}");
+    }
+
+    #[test]
+    fn a_pages_file_that_criu_has_written_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        write_pagemap(dir.path(), INSIDE, 1, &(0x1000..0x2000));
+        std::fs::write(dir.path().join("pages-1.img"), "as it was").unwrap();
+        assert_eq!(rest(dir.path(), &[me()], &[]).unwrap(), Kept::default());
+        assert_eq!(
+            std::fs::read(dir.path().join("pages-1.img")).unwrap(),
+            b"as it was"
+        );
+    }
+}

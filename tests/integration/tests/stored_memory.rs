@@ -1,0 +1,218 @@
+//! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
+
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::Platform;
+
+/// Large memory goes into a store.
+const STORE: &str = "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n";
+
+/// GPU memory of a counter in MiB, and with what an image may have in addition.
+const MIB: u64 = 200;
+const REST: u64 = 40;
+
+fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
+    GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
+}
+
+fn job<'h>(host: &'h GpuHost, options: &[&str]) -> Result<Container<'h>> {
+    let mib = MIB.to_string();
+    let job = Container::count_with(host, "job", &["0"], 1, options, &["--mib", &mib])?;
+    job.goes_on(3)?;
+    Ok(job)
+}
+
+/// Size of a directory in MiB.
+fn size(host: &GpuHost, path: &str) -> Result<u64> {
+    let printed = host.node().run(&["du", "-sm", path])?.stdout;
+    printed
+        .split_whitespace()
+        .next()
+        .context("nothing is printed")?
+        .parse()
+        .context("no size")
+}
+
+/// Size of containerd's content in MiB.
+fn content(host: &GpuHost) -> Result<u64> {
+    size(host, "/var/lib/containerd/io.containerd.content.v1.content")
+}
+
+/// A job with large memory in the store of `host`, which has ended.
+fn image(host: &GpuHost) -> Result<()> {
+    host.configure(STORE)?;
+    let job = job(host, &[])?;
+    job.checkpoint("checkpoint/job")?;
+    job.goes_on(3)?;
+    job.remove()?;
+    host.idle()
+}
+
+/// The image restores and the counter goes on.
+fn restores(host: &GpuHost) -> Result<()> {
+    let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+    copy.goes_on(3)?;
+    copy.remove()?;
+    host.idle()
+}
+
+/// The restore is refused with this code, and nothing is left.
+fn refused(host: &GpuHost, code: &str) -> Result<()> {
+    let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
+    ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
+    ensure!(output.contains("hint: "), "no hint in:\n{output}");
+    // The task is there when it failed at its start, and not when it failed before.
+    let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);
+    host.node().run(&["ctr", "containers", "delete", "job"])?;
+    nothing_left(host, "job")?;
+    host.idle()
+}
+
+fn large_memory_goes_into_the_store_and_comes_back(platform: Platform) -> Result<()> {
+    on(
+        [host(platform, "sm-a", 1)?, host(platform, "sm-b", 1)?],
+        |[a, b]| {
+            let before = content(a)?;
+            image(a)?;
+            let image = content(a)? - before;
+            ensure!(image < REST, "the image has {image} MiB");
+            let stored = size(a, "/srv/store")?;
+            ensure!((MIB..MIB + REST).contains(&stored), "the store has {stored} MiB");
+            restores(a)?;
+
+            // Elsewhere the store is copied, or missed.
+            a.send_image("checkpoint/job", b)?;
+            refused(b, "FIRN-STORE-MISSING")?;
+            b.configure(STORE)?;
+            refused(b, "FIRN-STORE-UNUSABLE")?;
+            send_store(a, b)?;
+            restores(b)
+        },
+    )
+}
+
+fn send_store(from: &GpuHost, to: &GpuHost) -> Result<()> {
+    let copied = Command::new("cp")
+        .arg("-a")
+        .arg(from.node().path("/srv/store"))
+        .arg(to.node().path("/srv/"))
+        .status()?;
+    ensure!(copied.success(), "cannot copy the store");
+    Ok(())
+}
+
+/// Names of the extents in the store.
+fn extents(host: &GpuHost) -> Result<Vec<String>> {
+    let found = host
+        .node()
+        .run(&["find", "/srv/store/extents", "-type", "f"])?
+        .stdout;
+    Ok(found.lines().map(str::to_owned).collect())
+}
+
+/// Whoever damages the store gets an error, at Create where a look shows it, and before the driver sees
+/// anything where only the content does.
+fn a_damaged_store_is_found(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-damaged", 1)?], |[host]| {
+        image(host)?;
+        let node = host.node();
+        let all = extents(host)?;
+        let (one, other) = (&all[0], &all[all.len() / 2]);
+        node.run(&["cp", one, "/srv/kept"])?;
+        let damages: [(&str, String); 4] = [
+            ("FIRN-STORE-MISSING", format!("rm {one}")),
+            ("FIRN-STORE-MISSING", format!("truncate -s 1M {one}")),
+            (
+                "FIRN-STORE-DAMAGED",
+                format!("printf x | dd of={one} bs=1 seek=1000000 conv=notrunc status=none"),
+            ),
+            ("FIRN-STORE-DAMAGED", format!("cp {other} {one}")),
+        ];
+        for (code, damage) in damages {
+            node.run(&["sh", "-c", &damage])?;
+            refused(host, code).context(damage)?;
+            node.run(&["cp", "/srv/kept", one])?;
+        }
+        restores(host)
+    })
+}
+
+/// A store that gets full costs nothing; neither does a directory that is none.
+fn a_full_store_costs_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-full", 1)?], |[host]| {
+        let node = host.node();
+        node.run(&["mkdir", "-p", "/srv/store"])?;
+        node.run(&[
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            "size=100m,mode=700",
+            "tmpfs",
+            "/srv/store",
+        ])?;
+        host.configure(STORE)?;
+        let job = job(host, &[])?;
+        let fails = |code: &str| {
+            let output = failure(job.checkpoint("checkpoint/job").map(drop))?;
+            ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
+            job.goes_on(3).map(drop)
+        };
+        fails("FIRN-STORE-FULL")?;
+        node.run(&["mount", "-o", "remount,size=1g", "/srv/store"])?;
+        host.configure(&format!("{STORE}store-cap = \"100MiB\"\n"))?;
+        fails("FIRN-STORE-FULL")?;
+        ensure!(extents(host)?.is_empty(), "something is left in the store");
+        node.run(&["chmod", "755", "/srv/store"])?;
+        host.configure(STORE)?;
+        fails("FIRN-STORE-UNUSABLE")?;
+        node.run(&["chmod", "700", "/srv/store"])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        restores(host)
+    })
+}
+
+/// What an annotation chooses, where the operator allows it.
+fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-chosen", 1)?], |[host]| {
+        let store = "[images]\nstore = \"/srv/store\"\n";
+        for (configured, annotation, goes) in [
+            ("", "store", true),
+            ("bulk = \"store\"\n", "inline", false),
+            ("allow-bulk = false\n", "store", false),
+        ] {
+            host.configure(&format!("{store}{configured}"))?;
+            let annotation = format!("firn.dev/bulk={annotation}");
+            let job = job(host, &["--annotation", &annotation])?;
+            job.checkpoint("checkpoint/job")?;
+            job.remove()?;
+            let stored = host
+                .node()
+                .run(&["sh", "-c", "ls -A /srv/store/images 2>/dev/null || true"])?;
+            let is_stored = !stored.stdout.trim().is_empty();
+            ensure!(is_stored == goes, "{configured}{annotation}: stored: {is_stored}");
+            restores(host)?;
+            host.node().run(&["rm", "-rf", "/srv/store"])?;
+            host.node().run(&["ctr", "images", "delete", "checkpoint/job"])?;
+        }
+        host.configure(store)?;
+        let job = job(host, &["--annotation", "firn.dev/bulk=both"])?;
+        let output = failure(job.checkpoint("checkpoint/job").map(drop))?;
+        ensure!(output.contains("FIRN-STORE-UNUSABLE:"), "{output}");
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
+        a_damaged_store_is_found [FORKY];
+        a_full_store_costs_nothing [FORKY, FORKY_V2];
+        an_annotation_chooses_where_memory_goes [FORKY];
+    })
+}
