@@ -19,6 +19,8 @@ pub struct Mapping<'a> {
     /// `rw-s` and the like.
     pub perms: &'a [u8],
     pub offset: u64,
+    /// Inode of the file behind the mapping, or of shared memory; 0 for private anonymous memory.
+    pub inode: u64,
     /// File behind the mapping; empty for anonymous memory.
     pub path: &'a [u8],
 }
@@ -30,13 +32,15 @@ impl<'a> Mapping<'a> {
         let dash = range.iter().position(|b| *b == b'-')?;
         let perms = fields.next()?;
         let offset = hex(fields.next()?)?;
-        let (_device, _inode) = (fields.next()?, fields.next()?);
+        let _device = fields.next()?;
+        let inode = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
         let path = fields.next().unwrap_or_default().trim_ascii();
         Some(Self {
             start: hex(&range[..dash])?,
             end: hex(&range[dash + 1..])?,
             perms,
             offset,
+            inode,
             path,
         })
     }

@@ -69,8 +69,10 @@ class Host:
     makes N in memory and N on disk in addition to the process itself.
     """
 
-    def __init__(self, work, bin_dir, memory, environment, log):
+    def __init__(self, work, bin_dir, memory, environment, log, images=None):
         self.work = work
+        # Section [images] of firn's configuration, whatever else a case configures.
+        self._images = images
         self.memory = f"{work}/memory"
         self.log = log
         self._options = memory
@@ -97,6 +99,8 @@ class Host:
         self._command("mount", "-t", "tmpfs", "-o", f"{self._options},mode=0755", "firn-gpu", self.memory)
         os.makedirs(f"{self.memory}/tmp")
         self.put(CRIU_CONFIG, "network-lock skip\n")
+        if self._images:
+            self.put(FIRN_CONFIG, None)
         self._hide_bundles()
         os.makedirs(BUNDLES, exist_ok=True)
         os.symlink(f"{self.work}/state/{os.path.basename(BUNDLES)}/{NAMESPACE}", f"{BUNDLES}/{NAMESPACE}")
@@ -160,6 +164,8 @@ class Host:
                     self._saved[path] = file.read()
             except FileNotFoundError:
                 self._saved[path] = None
+        if path == FIRN_CONFIG and self._images:
+            text = self._images + (text or "")
         if text is None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

@@ -243,6 +243,7 @@ def arguments():
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")
     parser.add_argument("--memory", default="90g", help="size of the tmpfs that holds checkpoints in flight")
     parser.add_argument("--huge", default="never", choices=["never", "always"], help="huge pages in that tmpfs")
+    parser.add_argument("--store", help="directory of a store that gets the memory of all checkpoints")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
 
@@ -266,7 +267,8 @@ def main():
     gpus = [] if args.no_gpu else cdi.gpus()
 
     memory = f"size={args.memory},huge={args.huge}"
-    host = hosts.Host(args.work, bin_dir, memory, environment, report.log)
+    images = f'[images]\nstore = "{args.store}"\nbulk = "store"\n' if args.store else None
+    host = hosts.Host(args.work, bin_dir, memory, environment, report.log, images)
     facts = machine_facts(host, gpus)
     report.add({"machine": facts})
     report.show(f"machine: {json.dumps(facts)}")

@@ -139,12 +139,12 @@ impl Pagemap {
     }
 
     /// Writes the file again.
-    pub fn write(&self, dir: &Path, pid: i32) -> Result<(), ImageFault> {
+    pub fn write(&self, dir: &Path, name: &str) -> Result<(), ImageFault> {
         let mut head = Vec::new();
         wire::push_number(&mut head, 1, self.pages_id.into());
         let entries = self.runs.iter().map(|run| self.entry(run));
         let all: Vec<Vec<u8>> = std::iter::once(head).chain(entries).collect();
-        write(dir, &Self::name(pid), PAGEMAP_MAGIC, &all)
+        write(dir, name, PAGEMAP_MAGIC, &all)
     }
 
     fn entry(&self, run: &Run) -> Vec<u8> {
@@ -349,7 +349,7 @@ mod tests {
             );
             assert_eq!(map.runs[0].at, 0x4000..0x7000);
             assert_eq!(map.runs[1].at.start, 0x9000);
-            map.write(dir.path(), 7).unwrap();
+            map.write(dir.path(), "pagemap-7.img").unwrap();
             let again = Pagemap::read(dir.path(), 7).unwrap().unwrap();
             assert_eq!((&again.runs, again.long_counts), (&map.runs, is_long));
         }

@@ -4,12 +4,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
+
+use firn_host::proc_maps;
 
 use super::{Bulk, MemoryError, Process, remote, threads};
 use crate::criu::memory::{PAGE, Pagemap, Run, Vma, advise_huge_pages, vmas};
@@ -43,16 +45,99 @@ pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, Me
             .map(|bulk| bulk.at.clone())
             .collect();
         let vmas = vmas(dir, process.inside)?;
-        let blocks = blocks(&map.runs, &in_store, &vmas);
-        let of = pages(dir, &map.pages_name(), process.pid, &blocks, &mut kept)?;
-        map.runs = of;
-        map.write(dir, process.inside)?;
+        let blocks = blocks(&map.runs, &in_store, &vmas, process.pid);
+        map.runs = pages(dir, &map.pages_name(), &blocks, &mut kept)?;
+        map.write(dir, &Pagemap::name(process.inside))?;
         if !in_store.is_empty() {
             advise_huge_pages(dir, process.inside, &in_store)?;
         }
     }
+    shared(dir, processes, &mut kept)?;
     expect_no_discarded(dir)?;
     Ok(kept)
+}
+
+/// Where a process has shared memory mapped.
+struct Place {
+    pid: i32,
+    at: Range<u64>,
+    /// Where in the shared memory the mapping begins.
+    offset: u64,
+}
+
+/// Writes the pages files of shared memory, which CRIU names by inode and numbers among those of processes.
+/// It is read where a process has it mapped.
+fn shared(dir: &Path, processes: &[Process], kept: &mut Kept) -> Result<(), MemoryError> {
+    let entries = std::fs::read_dir(dir).map_err(|source| MemoryError::Pages {
+        file: "the directory".to_owned(),
+        source,
+    })?;
+    let names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    for name in names {
+        let inode = name
+            .strip_prefix("pagemap-shmem-")
+            .and_then(|name| name.strip_suffix(".img"));
+        let Some(inode) = inode.and_then(|inode| inode.parse().ok()) else {
+            continue;
+        };
+        let Some(mut map) = Pagemap::read_named(dir, &name)? else {
+            continue;
+        };
+        if !is_discarded(&dir.join(map.pages_name())) {
+            continue;
+        }
+        // What is mapped nowhere stays a link, and is found as such.
+        if let Some(blocks) = shared_blocks(&map.runs, &places(inode, processes)?) {
+            map.runs = pages(dir, &map.pages_name(), &blocks, kept)?;
+            map.write(dir, &name)?;
+        }
+    }
+    Ok(())
+}
+
+/// Where these processes have shared memory mapped that has this inode.
+fn places(inode: u64, processes: &[Process]) -> Result<Vec<Place>, MemoryError> {
+    let mut places = Vec::new();
+    for &Process { pid, .. } in processes {
+        let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
+            if mapping.inode == inode && mapping.perms.ends_with(b"s") {
+                places.push(Place {
+                    pid,
+                    at: mapping.start..mapping.end,
+                    offset: mapping.offset,
+                });
+            }
+            ControlFlow::Continue(())
+        });
+        read.map_err(|source| MemoryError::Mappings { pid, source })?;
+    }
+    Ok(places)
+}
+
+/// The runs, of which addresses are offsets, in parts that one of the processes has mapped; none if no
+/// process has one of them.
+fn shared_blocks(runs: &[Run], places: &[Place]) -> Option<Vec<Block>> {
+    let mut blocks = Vec::new();
+    for run in runs {
+        let mut at = run.at.start;
+        while at < run.at.end {
+            let (pid, address, left) = places.iter().find_map(|place| {
+                let address = place.at.start.checked_add(at.checked_sub(place.offset)?)?;
+                (address < place.at.end).then(|| (place.pid, address, place.at.end - address))
+            })?;
+            let end = run.at.end.min(at + left.min(BLOCK));
+            blocks.push(Block {
+                run: run.part(at..end),
+                pid,
+                address,
+                is_anonymous: false,
+            });
+            at = end;
+        }
+    }
+    Some(blocks)
 }
 
 /// Whether CRIU's pages went nowhere.
@@ -96,12 +181,15 @@ fn expect_no_discarded(dir: &Path) -> Result<(), MemoryError> {
 /// A part of a run, in one mapping.
 struct Block {
     run: Run,
+    /// Where it is read.
+    pid: i32,
+    address: u64,
     /// Whether zero pages may be left out.
     is_anonymous: bool,
 }
 
 /// The runs without what the store has, in parts that a thread reads at once.
-fn blocks(runs: &[Run], in_store: &[Range<u64>], vmas: &[Vma]) -> Vec<Block> {
+fn blocks(runs: &[Run], in_store: &[Range<u64>], vmas: &[Vma], pid: i32) -> Vec<Block> {
     // Where one of the ranges or mappings begins or ends.
     let mut bounds: Vec<u64> = in_store
         .iter()
@@ -124,6 +212,8 @@ fn blocks(runs: &[Run], in_store: &[Range<u64>], vmas: &[Vma]) -> Vec<Block> {
                 let is_anonymous = vma.is_some_and(|vma| vma.at.contains(&at) && vma.is_anonymous);
                 blocks.push(Block {
                     run: run.part(at..end),
+                    pid,
+                    address: at,
                     is_anonymous,
                 });
             }
@@ -154,13 +244,7 @@ impl Places {
 }
 
 /// Writes the blocks into a pages file. Returns the runs that are in it.
-fn pages(
-    dir: &Path,
-    name: &str,
-    pid: i32,
-    blocks: &[Block],
-    kept: &mut Kept,
-) -> Result<Vec<Run>, MemoryError> {
+fn pages(dir: &Path, name: &str, blocks: &[Block], kept: &mut Kept) -> Result<Vec<Run>, MemoryError> {
     let failed = |source| MemoryError::Pages {
         file: name.to_owned(),
         source,
@@ -177,7 +261,7 @@ fn pages(
             let block = &blocks[number];
             let length = block.run.at.end - block.run.at.start;
             let buffer = &mut buffer[..usize::try_from(length).unwrap_or_default()];
-            let read = remote::read(pid, block.run.at.start, buffer);
+            let read = remote::read(block.pid, block.address, buffer);
             let runs = match &read {
                 Ok(()) => content(block, buffer),
                 Err(_) => Vec::new(),
@@ -331,6 +415,35 @@ mod tests {
         let (pages, runs, _) = rest_of(&memory, true, Some(at..at + 2 * PAGE));
         assert_eq!(pages, [2; 4096]);
         assert_eq!(runs, vec![at + 2 * PAGE..at + 3 * PAGE]);
+    }
+
+    #[test]
+    fn shared_memory_is_read_where_it_is_mapped() {
+        let dir = tempfile::tempdir().unwrap();
+        let all = 0..4 * PAGE;
+        write_pagemap(dir.path(), INSIDE, 1, &all);
+        let runs = Pagemap::read(dir.path(), INSIDE).unwrap().unwrap().runs;
+        let place = |pid, start, pages, offset| Place {
+            pid,
+            at: start..start + pages * PAGE,
+            offset: offset * PAGE,
+        };
+        let (first, second) = (place(1, 0x10_0000, 2, 0), place(2, 0x20_0000, 3, 1));
+        let found = |places: &[Place]| {
+            let blocks = shared_blocks(&runs, places)?;
+            let seen = |block: Block| (block.run.at.start / PAGE, block.pid, block.address);
+            Some(blocks.into_iter().map(seen).collect::<Vec<_>>())
+        };
+        assert_eq!(found(&[]), None);
+        assert_eq!(
+            found(std::slice::from_ref(&first)),
+            None,
+            "a part is mapped nowhere"
+        );
+        assert_eq!(
+            found(&[first, second]),
+            Some(vec![(0, 1, 0x10_0000), (2, 2, 0x20_0000 + PAGE)])
+        );
     }
 
     #[test]

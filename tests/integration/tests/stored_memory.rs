@@ -175,6 +175,32 @@ fn a_full_store_costs_nothing(platform: Platform) -> Result<()> {
     })
 }
 
+/// Children, and memory that they share, of which CRIU numbers the files among those of processes.
+fn a_family_that_shares_memory_moves_too(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-family", 1)?], |[host]| {
+        host.configure(STORE)?;
+        let habits = [
+            "--forks",
+            "idle,grandchild,orphan,zombie,threads,init",
+            "--pool=4",
+            "--server=2",
+            "--mib=40",
+        ];
+        let job = Container::count(host, "job", &["0"], 1, &habits)?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        ensure!(!extents(host)?.is_empty(), "nothing is in the store");
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        // The copy can be checkpointed as its source.
+        copy.checkpoint("checkpoint/again")?;
+        copy.remove()?;
+        host.idle()
+    })
+}
+
 /// What an annotation chooses, where the operator allows it.
 fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     on([host(platform, "sm-chosen", 1)?], |[host]| {
@@ -213,6 +239,7 @@ fn main() -> ExitCode {
         large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
         a_damaged_store_is_found [FORKY];
         a_full_store_costs_nothing [FORKY, FORKY_V2];
+        a_family_that_shares_memory_moves_too [FORKY, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
     })
 }
