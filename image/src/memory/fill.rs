@@ -25,10 +25,9 @@ pub fn fill(store: &Store, index: &Index, pids: &BTreeMap<i32, i32>) -> Result<u
             .checked_add(piece.length)
             .ok_or_else(|| outside(piece.address))?;
         expect_anonymous(pid, piece, &(piece.address..end))?;
-        for (at, extent) in (piece.address..end).step_by(EXTENT).zip(&piece.extents) {
-            let length = usize::try_from(end - at).map_or(EXTENT, |left| left.min(EXTENT));
+        for (at, (extent, length)) in (piece.address..end).step_by(EXTENT).zip(piece.extents()) {
             // A zero extent is a hole, which is zero already.
-            parts.extend(extent.as_ref().map(|digest| (pid, at, length, digest)));
+            parts.extend(extent.map(|digest| (pid, at, length, digest)));
         }
     }
     let written = threads::each(
@@ -37,7 +36,7 @@ pub fn fill(store: &Store, index: &Index, pids: &BTreeMap<i32, i32>) -> Result<u
         |number, buffer| {
             let (pid, at, length, digest) = parts[number];
             let buffer = &mut buffer[..length];
-            store.read(digest, buffer)?;
+            store.read(&digest, buffer)?;
             remote::write(pid, at, buffer)?;
             Ok::<_, MemoryError>(length as u64)
         },

@@ -15,6 +15,8 @@ use firn_host::proc_maps;
 
 use super::{Bulk, MemoryError, Process, remote, threads};
 use crate::criu::memory::{PAGE, Pagemap, Run, Vma, advise_huge_pages, vmas};
+use crate::dir::UntrustedDir;
+use crate::store::is_zero;
 
 /// Bytes that a thread reads at once.
 const BLOCK: u64 = 4 << 20;
@@ -52,8 +54,13 @@ pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, Me
             advise_huge_pages(dir, process.inside, &in_store)?;
         }
     }
-    shared(dir, processes, &mut kept)?;
-    expect_no_discarded(dir)?;
+    let listed = UntrustedDir::open(dir).and_then(|dir| dir.names());
+    let names = listed.map_err(|source| MemoryError::Pages {
+        file: "the directory".to_owned(),
+        source,
+    })?;
+    shared(dir, &names, processes, &mut kept)?;
+    expect_no_discarded(dir, &names)?;
     Ok(kept)
 }
 
@@ -67,14 +74,7 @@ struct Place {
 
 /// Writes the pages files of shared memory, which CRIU names by inode and numbers among those of processes.
 /// It is read where a process has it mapped.
-fn shared(dir: &Path, processes: &[Process], kept: &mut Kept) -> Result<(), MemoryError> {
-    let entries = std::fs::read_dir(dir).map_err(|source| MemoryError::Pages {
-        file: "the directory".to_owned(),
-        source,
-    })?;
-    let names: Vec<String> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .collect();
+fn shared(dir: &Path, names: &[String], processes: &[Process], kept: &mut Kept) -> Result<(), MemoryError> {
     for name in names {
         let inode = name
             .strip_prefix("pagemap-shmem-")
@@ -82,7 +82,7 @@ fn shared(dir: &Path, processes: &[Process], kept: &mut Kept) -> Result<(), Memo
         let Some(inode) = inode.and_then(|inode| inode.parse().ok()) else {
             continue;
         };
-        let Some(mut map) = Pagemap::read_named(dir, &name)? else {
+        let Some(mut map) = Pagemap::read_named(dir, name)? else {
             continue;
         };
         if !is_discarded(&dir.join(map.pages_name())) {
@@ -91,7 +91,7 @@ fn shared(dir: &Path, processes: &[Process], kept: &mut Kept) -> Result<(), Memo
         // What is mapped nowhere stays a link, and is found as such.
         if let Some(blocks) = shared_blocks(&map.runs, &places(inode, processes)?) {
             map.runs = pages(dir, &map.pages_name(), &blocks, kept)?;
-            map.write(dir, &name)?;
+            map.write(dir, name)?;
         }
     }
     Ok(())
@@ -147,33 +147,27 @@ fn is_discarded(path: &Path) -> bool {
 
 /// A pages file that is still a link becomes an empty one if CRIU has not used it; memory that CRIU has put
 /// there is lost.
-fn expect_no_discarded(dir: &Path) -> Result<(), MemoryError> {
-    let unreadable = |file: &str, source| MemoryError::Pages {
-        file: file.to_owned(),
-        source,
-    };
-    let names = |entry: io::Result<std::fs::DirEntry>| Some(entry.ok()?.file_name().to_str()?.to_owned());
-    let all: Vec<String> = std::fs::read_dir(dir)
-        .map_err(|source| unreadable("the directory", source))?
-        .filter_map(names)
-        .collect();
-    let mut used = Vec::new();
-    for name in all.iter().filter(|name| name.starts_with("pagemap-")) {
-        used.extend(Pagemap::read_named(dir, name)?.map(|map| (map.pages_name(), name)));
+fn expect_no_discarded(dir: &Path, names: &[String]) -> Result<(), MemoryError> {
+    let is_left = |name: &&String| name.starts_with("pages-") && is_discarded(&dir.join(name));
+    let left: Vec<&String> = names.iter().filter(is_left).collect();
+    if left.is_empty() {
+        return Ok(());
     }
-    for name in all.iter().filter(|name| name.starts_with("pages-")) {
-        let path = dir.join(name);
-        if !is_discarded(&path) {
-            continue;
-        }
-        if let Some((_, map)) = used.iter().find(|(pages, _)| pages == name) {
+    for map in names.iter().filter(|name| name.starts_with("pagemap-")) {
+        let used = Pagemap::read_named(dir, map)?.map(|map| map.pages_name());
+        if let Some(pages) = used.filter(|used| left.contains(&used)) {
             return Err(MemoryError::Unexpected {
-                file: (*map).clone(),
-                pages: name.clone(),
+                file: map.clone(),
+                pages,
             });
         }
+    }
+    for name in left {
         // Not removed: firn sees by a missing file that another program clears the image.
-        replace(dir, name).map_err(|source| unreadable(name, source))?;
+        replace(dir, name).map_err(|source| MemoryError::Pages {
+            file: name.clone(),
+            source,
+        })?;
     }
     Ok(())
 }
@@ -305,11 +299,6 @@ fn content(block: &Block, bytes: &[u8]) -> Vec<Run> {
         }
     }
     runs
-}
-
-fn is_zero(page: &[u8]) -> bool {
-    page.chunks(16)
-        .all(|chunk| chunk.iter().fold(0, |sum, byte| sum | byte) == 0)
 }
 
 fn write(file: &File, mut place: u64, of: &Run, runs: &[Run], bytes: &[u8]) -> io::Result<()> {

@@ -40,6 +40,7 @@ use error::{io, is_not_there, is_wrong_kind};
 pub use index::{Index, IndexError, Piece};
 pub use removal::Removal;
 pub use writer::Writer;
+pub(crate) use writer::is_zero;
 
 /// Bytes of an extent; the last one of a range may be shorter. Part of the format.
 pub const EXTENT: usize = 4 << 20;
