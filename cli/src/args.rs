@@ -181,6 +181,13 @@ pub struct ContainerdArgs {
     /// Namespace of the container in containerd.
     #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
     pub namespace: String,
+    #[command(flatten)]
+    pub socket: Socket,
+}
+
+/// Where containerd is.
+#[derive(Debug, clap::Args)]
+pub struct Socket {
     /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
     #[arg(
         long,

@@ -90,7 +90,7 @@ async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), F
 async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
     let shown = |error: MoveError| ProblemLine(&error).to_string();
     let at = &task.containerd;
-    let containerd = Containerd::connect(&at.address, &at.namespace).await;
+    let containerd = Containerd::connect(&at.socket.address, &at.namespace).await;
     let containerd = containerd.map_err(|error| shown(error.into()))?;
     let mut annotations = HashMap::from([(names::ANNOTATION_MOVE_GPU.to_owned(), gpus.to_owned())]);
     if let Some(busy) = task.busy.and_then(|busy| busy.to_possible_value()) {

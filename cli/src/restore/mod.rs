@@ -142,7 +142,7 @@ async fn restore(args: &RestoreArgs) -> Result<(PathBuf, u32)> {
 
 async fn by_containerd(args: &RestoreArgs, dir: &Path, log: &str) -> Result<u32, RestoreError> {
     let (id, namespace) = (args.id.clone(), args.containerd.namespace.clone());
-    let containerd = Containerd::connect(&args.containerd.address, &namespace).await?;
+    let containerd = Containerd::connect(&args.containerd.socket.address, &namespace).await?;
     let container = match containerd.container(&id).await {
         Err(error) if error.is_absent() => return Err(RestoreError::NoContainer { id, namespace }),
         container => container?,

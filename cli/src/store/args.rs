@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use clap::Subcommand;
 
+use crate::args::Socket;
+
 /// Show, check and clean the store for the memory of checkpoints.
 #[derive(Debug, Subcommand)]
 pub enum StoreCommand {
@@ -84,15 +86,8 @@ pub struct GcArgs {
     /// The machine has no containerd.
     #[arg(long, conflicts_with = "address")]
     pub no_containerd: bool,
-    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
-    #[arg(
-        long,
-        short,
-        value_name = "SOCKET",
-        env = "CONTAINERD_ADDRESS",
-        default_value = "/run/containerd/containerd.sock"
-    )]
-    pub address: PathBuf,
+    #[command(flatten)]
+    pub socket: Socket,
     #[command(flatten)]
     pub common: Common,
 }

@@ -68,7 +68,7 @@ impl Facts {
                 let asked = runtime
                     .enable_all()
                     .build()?
-                    .block_on(keep::of_containerd(&args.address));
+                    .block_on(keep::of_containerd(&args.socket.address));
                 asked.map_err(ProblemReport::from)?
             }
         };
