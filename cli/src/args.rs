@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+use crate::containerd::Socket;
 use crate::store::args::StoreCommand;
 
 const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
@@ -183,20 +184,6 @@ pub struct ContainerdArgs {
     pub namespace: String,
     #[command(flatten)]
     pub socket: Socket,
-}
-
-/// Where containerd is.
-#[derive(Debug, clap::Args)]
-pub struct Socket {
-    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
-    #[arg(
-        long,
-        short,
-        value_name = "SOCKET",
-        env = "CONTAINERD_ADDRESS",
-        default_value = "/run/containerd/containerd.sock"
-    )]
-    pub address: PathBuf,
 }
 
 /// What happens if another container has one of the GPUs.

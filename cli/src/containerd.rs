@@ -26,6 +26,20 @@ pub use content::Descriptor;
 /// How long containerd may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 
+/// The option that names containerd's socket.
+#[derive(Debug, clap::Args)]
+pub struct Socket {
+    /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
+    #[arg(
+        long,
+        short,
+        value_name = "SOCKET",
+        env = "CONTAINERD_ADDRESS",
+        default_value = "/run/containerd/containerd.sock"
+    )]
+    pub address: PathBuf,
+}
+
 /// `google.protobuf.Any`
 #[derive(Clone, PartialEq, Message)]
 pub struct Any {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 
-use crate::args::Socket;
+use crate::containerd::Socket;
 
 /// Show, check and clean the store for the memory of checkpoints.
 #[derive(Debug, Subcommand)]
