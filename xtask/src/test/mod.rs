@@ -43,7 +43,7 @@ fn trials() -> usize {
 
 /// Suites that run at the same time: one leaves half of the processors idle.
 const SUITES: usize = 2;
-/// Suites that begin first, because they take longest.
+/// Suites that run one after the other next to them: they take longest, and mostly wait.
 const LONGEST: [&str; 3] = ["conformance", "cri", "leaks"];
 /// Measures how long a shim takes to answer, so it begins when the rest is almost done.
 const LAST: &str = "bounds";
@@ -145,6 +145,9 @@ impl Plan {
             made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
         }));
         let suites = suites(&workspace()?.join("tests/integration/tests"))?;
+        let (longest, suites): (Vec<_>, Vec<_>) = suites
+            .into_iter()
+            .partition(|suite| LONGEST.contains(&suite.as_str()));
         let low_priority = vec![
             Check::new("lints", lints_at_low_priority),
             Check::new("fuzz targets", fuzzed),
@@ -152,6 +155,7 @@ impl Plan {
         Ok(Self {
             first,
             lanes: vec![
+                Lane::new(1, longest.into_iter().map(suite).collect()),
                 Lane::new(SUITES, suites.into_iter().map(suite).collect()),
                 Lane::new(1, unit_tests()),
                 Lane::new(1, low_priority),
