@@ -52,6 +52,9 @@ pub(crate) struct Context {
     pub(crate) primary: bool,
 }
 
+/// Regions of shared memory that a process has from cuInit on.
+const SHARED: usize = 3;
+
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
@@ -77,6 +80,8 @@ pub(crate) struct Process {
     pub(crate) modules: HashMap<usize, Vec<Kernel>>,
     pub(crate) functions: HashMap<usize, Kernel>,
     pub(crate) streams: HashSet<usize>,
+    /// Memory that the driver shares with itself; 2 MiB each, as with driver 580.
+    shared: Vec<Mapping>,
     next_address: u64,
     next_id: u32,
     next_handle: usize,
@@ -99,6 +104,7 @@ impl Process {
             modules: HashMap::new(),
             functions: HashMap::new(),
             streams: HashSet::new(),
+            shared: Vec::new(),
             // Where driver 580 puts the first allocation. Addresses are the GPU's: the CPU cannot use them.
             next_address: 0x3_0200_0000,
             next_id: 1,
@@ -113,6 +119,8 @@ impl Process {
         self.seen = seen;
         self.hardware = Some(hardware);
         self.nodes.clear();
+        let region = || Mapping::shared_anonymous(2 << 20);
+        self.shared = (0..SHARED).filter_map(|_| region().ok()).collect();
     }
 
     /// A handle that was never given before; looks like an aligned pointer.

@@ -43,6 +43,15 @@ impl Mapping {
         Self::map(None, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
     }
 
+    /// `len` bytes of shared anonymous memory (/dev/zero in /proc/PID/maps), of which the first page is used.
+    pub fn shared_anonymous(len: usize) -> io::Result<Self> {
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        let mapping = Self::map(None, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)?;
+        // SAFETY: the mapping has at least a byte, and nobody else has its address yet.
+        unsafe { mapping.at(0, 1).write_volatile(1) };
+        Ok(mapping)
+    }
+
     pub(crate) fn map(
         fixed: Option<usize>,
         len: usize,
