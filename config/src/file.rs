@@ -160,6 +160,8 @@ sections! {
         pub bulk: Bulk = Bulk::Inline,
         /// Whether that annotation counts.
         pub allow_bulk: bool = true,
+        /// Which program copies memory into the image directory.
+        pub inline_copy: InlineCopy = InlineCopy::Criu,
     }
 
     /// `[pause]`
@@ -238,6 +240,19 @@ pub enum Bulk {
 
 impl Word for Bulk {
     const WORDS: &'static [(&'static str, Self)] = &[("inline", Self::Inline), ("store", Self::Store)];
+}
+
+/// Which program copies memory into the image directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InlineCopy {
+    /// CRIU, with one thread.
+    Criu,
+    /// firn, with several threads and without zero pages.
+    Firn,
+}
+
+impl Word for InlineCopy {
+    const WORDS: &'static [(&'static str, Self)] = &[("criu", Self::Criu), ("firn", Self::Firn)];
 }
 
 impl Images {

@@ -4,9 +4,11 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
+use std::sync::{Mutex, PoisonError};
 
 use sha2::{Digest, Sha256};
+
+use crate::threads;
 
 /// Size of a block; the last one may be shorter. Part of the format.
 const BLOCK: u64 = 4 << 20;
@@ -14,57 +16,95 @@ const BLOCK: u64 = 4 << 20;
 /// Bytes that a thread reads at once. Larger pieces read no faster, and allocators keep them.
 const CHUNK: usize = 64 << 10;
 
-/// More threads than these read no faster.
-const THREADS: u64 = 16;
-
-type Block = (u64, [u8; 32]);
+type BlockSum = [u8; 32];
 
 /// The checksum of the first `size` bytes, in hexadecimal. A shorter file is an error, and so is `stop`,
 /// which is checked after each block.
 pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
-    let blocks = size.div_ceil(BLOCK);
-    let processors = thread::available_parallelism().map_or(1, |n| n.get() as u64);
-    let next = AtomicU64::new(0);
-    let work = || {
-        let mut buffer = vec![0; CHUNK];
-        let mut done = Vec::new();
-        while let block = next.fetch_add(1, Ordering::Relaxed)
-            && block < blocks
-        {
-            if stop.load(Ordering::Relaxed) {
-                return Err(io::Error::other("cancelled"));
-            }
-            let from = block * BLOCK;
-            let length = (size - from).min(BLOCK);
-            done.push((block, of_block(file, from, length, &mut buffer)?));
-        }
-        io::Result::Ok(done)
-    };
-    let parts: io::Result<Vec<Vec<Block>>> = thread::scope(|scope| {
-        let others: Vec<_> = (1..processors.min(THREADS).min(blocks))
-            // One that cannot be started leaves its share to the rest.
-            .filter_map(|_| thread::Builder::new().spawn_scoped(scope, work).ok())
-            .collect();
-        let own = work();
-        let panicked = || io::Error::other("a thread that sums up a file has panicked");
-        let joined = others.into_iter().map(|other| other.join());
-        let joined = joined.map(|joined| joined.unwrap_or_else(|_| Err(panicked())));
-        joined.chain([own]).collect()
-    });
-    let mut all = parts?.concat();
-    all.sort_unstable_by_key(|(block, _)| *block);
-    let mut sum = Sha256::new();
-    all.iter().for_each(|(_, digest)| sum.update(digest));
-    Ok(hex(&sum.finalize()))
+    let blocks = usize::try_from(size.div_ceil(BLOCK)).map_err(io::Error::other)?;
+    let sums = threads::each(
+        blocks,
+        || (),
+        |block, ()| match stop.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("cancelled")),
+            false => of_block(file, block, size),
+        },
+    )?;
+    Ok(of_sums(&sums))
 }
 
-fn of_block(file: &File, from: u64, length: u64, buffer: &mut [u8]) -> io::Result<[u8; 32]> {
-    let mut sum = Sha256::new();
-    let mut at = 0;
-    while at < length {
-        let rest = usize::try_from(length - at).unwrap_or(CHUNK);
+/// The checksum of a file that is being written: each block is read again, by the thread that has written the
+/// last of it, while it is in the page cache and in part in the processor's.
+pub(crate) struct Sums<'a> {
+    file: &'a File,
+    /// Of each block: the bytes that are written.
+    written: Vec<AtomicU64>,
+    whole: Mutex<Vec<(usize, BlockSum)>>,
+}
+
+impl<'a> Sums<'a> {
+    /// Of a file that gets at most so many bytes.
+    pub(crate) fn new(file: &'a File, most: u64) -> Self {
+        let blocks = usize::try_from(most.div_ceil(BLOCK)).unwrap_or_default();
+        Self {
+            file,
+            written: std::iter::repeat_with(AtomicU64::default).take(blocks).collect(),
+            whole: Mutex::default(),
+        }
+    }
+
+    /// These bytes of the file are written; each byte once.
+    pub(crate) fn wrote(&self, mut from: u64, bytes: u64) -> io::Result<()> {
+        let end = from + bytes;
+        while from < end {
+            let block = from / BLOCK;
+            let next = end.min((block + 1) * BLOCK);
+            let block = usize::try_from(block).map_err(io::Error::other)?;
+            let written = self.written.get(block).ok_or(io::ErrorKind::InvalidInput)?;
+            // Order matters: who adds the last bytes reads what others have written before they added theirs.
+            if written.fetch_add(next - from, Ordering::AcqRel) + (next - from) == BLOCK {
+                let sum = of_block(self.file, block, u64::MAX)?;
+                self.whole().push((block, sum));
+            }
+            from = next;
+        }
+        Ok(())
+    }
+
+    /// The checksum, in hexadecimal, once all `size` bytes are written.
+    pub(crate) fn finish(self, size: u64) -> io::Result<String> {
+        let mut sums = std::mem::take(&mut *self.whole());
+        sums.sort_unstable_by_key(|(block, _)| *block);
+        let mut sums: Vec<BlockSum> = sums.into_iter().map(|(_, sum)| sum).collect();
+        if !size.is_multiple_of(BLOCK) {
+            sums.push(of_block(self.file, sums.len(), size)?);
+        }
+        match sums.len() as u64 == size.div_ceil(BLOCK) {
+            true => Ok(of_sums(&sums)),
+            false => Err(io::Error::other("a block of the file was not written")),
+        }
+    }
+
+    fn whole(&self) -> std::sync::MutexGuard<'_, Vec<(usize, BlockSum)>> {
+        self.whole.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn of_sums(sums: &[BlockSum]) -> String {
+    let mut all = Sha256::new();
+    sums.iter().for_each(|sum| all.update(sum));
+    hex(&all.finalize())
+}
+
+/// The SHA-256 of a block of a file that has so many bytes.
+fn of_block(file: &File, block: usize, size: u64) -> io::Result<BlockSum> {
+    let (mut sum, mut buffer) = (Sha256::new(), vec![0; CHUNK]);
+    let mut at = block as u64 * BLOCK;
+    let end = size.min(at + BLOCK);
+    while at < end {
+        let rest = usize::try_from(end - at).unwrap_or(CHUNK);
         let chunk = &mut buffer[..rest.min(CHUNK)];
-        file.read_exact_at(chunk, from + at)?;
+        file.read_exact_at(chunk, at)?;
         sum.update(&*chunk);
         at += chunk.len() as u64;
     }
@@ -82,6 +122,8 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     fn checksum(file: &File, size: u64) -> io::Result<String> {
@@ -119,6 +161,34 @@ mod tests {
             stop.store(true, Ordering::Relaxed);
             assert!(working.join().unwrap().is_err());
         });
+    }
+
+    #[test]
+    fn a_file_that_is_written_in_any_order_has_the_same_checksum() {
+        for size in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 5] {
+            let file = tempfile::tempfile().unwrap();
+            let content: Vec<u8> = (0..size).map(|n| (n % 251) as u8).collect();
+            let sums = Sums::new(&file, 3 * BLOCK);
+            let parts: Vec<(u64, &[u8])> = content
+                .chunks(1_000_003)
+                .enumerate()
+                .map(|(n, part)| (n as u64 * 1_000_003, part))
+                .collect();
+            for (at, part) in parts.iter().rev() {
+                file.write_all_at(part, *at).unwrap();
+                sums.wrote(*at, part.len() as u64).unwrap();
+            }
+            assert_eq!(
+                sums.finish(size).unwrap(),
+                checksum(&file, size).unwrap(),
+                "{size}"
+            );
+        }
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * BLOCK).unwrap();
+        let sums = Sums::new(&file, 2 * BLOCK);
+        sums.wrote(0, BLOCK).unwrap();
+        assert!(sums.finish(2 * BLOCK).is_err(), "a block was not written");
     }
 
     #[test]

@@ -6,8 +6,9 @@
 //! A file can be changed after it was compared and before CRIU reads it. [`Verified`] finds that.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -16,7 +17,7 @@ use firn_host::Problem;
 use firn_host::bounded::read_at_most;
 use serde::{Deserialize, Serialize};
 
-use crate::block_hash::{self, sha256};
+use crate::block_hash::{self, Sums, sha256};
 use crate::dir::UntrustedDir;
 
 /// Files from this size on are summed up in blocks.
@@ -41,6 +42,30 @@ pub struct ImageFile {
     /// The checksum of the checksums of its blocks, for large files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sha256_of_blocks: Option<String>,
+}
+
+impl ImageFile {
+    /// A file of so many bytes whose blocks were summed up while they were written.
+    pub(crate) fn written(name: &str, file: &File, size: u64, sums: Sums<'_>) -> io::Result<Self> {
+        let mut described = Self {
+            name: name.to_owned(),
+            size,
+            sha256: None,
+            sha256_of_blocks: None,
+        };
+        if size < LARGE {
+            described.sha256 = Some(of_small(file, size)?);
+        } else {
+            described.sha256_of_blocks = Some(sums.finish(size)?);
+        }
+        Ok(described)
+    }
+}
+
+fn of_small(file: &File, size: u64) -> io::Result<String> {
+    let mut bytes = vec![0; usize::try_from(size).map_err(io::Error::other)?];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(sha256(&bytes))
 }
 
 const COPY_AGAIN: &str = "copy the checkpoint from its origin again, or make it again";
@@ -88,12 +113,36 @@ pub enum ImageError {
 pub struct Verified {
     path: PathBuf,
     stamps: Vec<(String, Stamp)>,
+    /// Files whose content is still to be compared.
+    unread: Vec<ImageFile>,
+}
+
+/// When the content of large pages files is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    Now,
+    /// By [`Verified::memory`], while CRIU restores them into processes that stand still.
+    Later,
+}
+
+impl Memory {
+    fn leaves(self, file: &ImageFile) -> bool {
+        self == Self::Later && file.size >= LARGE && file.name.starts_with("pages-")
+    }
 }
 
 /// What changes with every write to a file: inode, size, and both times in nanoseconds.
 type Stamp = (u64, u64, [i64; 4]);
 
 impl Verified {
+    /// Compares what was left for later. It fails soon after `stop` is set.
+    pub fn memory(&self, stop: &AtomicBool) -> Result<(), ImageError> {
+        let dir = UntrustedDir::open(&self.path).map_err(unreadable(&self.path))?;
+        self.unread
+            .iter()
+            .try_for_each(|file| compare(&dir, &self.path, file, stop).map(drop))
+    }
+
     /// Whether the files are still those that were compared. To be asked right before CRIU reads them.
     pub fn unchanged(&self) -> Result<(), ImageError> {
         let dir = UntrustedDir::open(&self.path).map_err(unreadable(&self.path))?;
@@ -132,23 +181,35 @@ pub fn is_of_image(name: &str) -> bool {
 
 /// Describes CRIU's files of a finished dump, in the order of their names. It fails soon after `stop` is set.
 pub fn describe(path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
-    describe_by(path, path, stop)
+    describe_by(path, path, &[], stop)
 }
 
-/// As [`describe`], where `way` leads to the directory and errors name it `path`.
-pub fn describe_by(way: &Path, path: &Path, stop: &AtomicBool) -> Result<Vec<ImageFile>, ImageError> {
+/// As [`describe`], where `way` leads to the directory and errors name it `path`. Those that are `known` are
+/// not read.
+pub fn describe_by(
+    way: &Path,
+    path: &Path,
+    known: &[ImageFile],
+    stop: &AtomicBool,
+) -> Result<Vec<ImageFile>, ImageError> {
     let (dir, mut names) = open(way, path)?;
     names.sort_unstable();
-    let files: Vec<ImageFile> = names
-        .into_iter()
-        .map(|name| measure(&dir, &path.join(&name), name, None, stop).map(|(file, _)| file))
-        .collect::<Result<_, _>>()?;
+    let describe = |name: String| match known.iter().find(|known| known.name == name) {
+        Some(known) => Ok(known.clone()),
+        None => measure(&dir, &path.join(&name), name, Read::All, stop).map(|(file, _)| file),
+    };
+    let files: Vec<ImageFile> = names.into_iter().map(describe).collect::<Result<_, _>>()?;
     essential(&files, path)?;
     Ok(files)
 }
 
 /// Compares CRIU's files with their description. It fails soon after `stop` is set.
-pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
+pub(super) fn verify(
+    files: &[ImageFile],
+    path: &Path,
+    memory: Memory,
+    stop: &AtomicBool,
+) -> Result<Verified, ImageError> {
     essential(files, path)?;
     let (dir, names) = open(path, path)?;
     let listed: HashSet<&str> = files.iter().map(|file| &*file.name).collect();
@@ -157,35 +218,57 @@ pub(super) fn verify(files: &[ImageFile], path: &Path, stop: &AtomicBool) -> Res
             path: path.join(name),
         });
     }
-    let mut stamps = Vec::with_capacity(files.len());
+    let (mut stamps, mut unread) = (Vec::with_capacity(files.len()), Vec::new());
     for file in files {
-        let name = file.name.clone();
-        let (found, stamp) = match measure(&dir, &path.join(&name), name, Some(file.size), stop) {
-            Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                return Err(ImageError::Missing {
-                    dir: path.to_owned(),
-                    name: file.name.clone(),
-                });
-            }
-            other => other?,
-        };
-        let path = path.join(&file.name);
-        if found.size != file.size {
-            return Err(ImageError::Size {
-                path,
-                found: found.size,
-                expected: file.size,
-            });
+        let mut expected = file.clone();
+        if memory.leaves(file) {
+            (expected.sha256, expected.sha256_of_blocks) = (None, None);
+            unread.push(file.clone());
         }
-        if found != *file {
-            return Err(ImageError::Checksum { path });
-        }
-        stamps.push((found.name, stamp));
+        let stamp = compare(&dir, path, &expected, stop)?;
+        stamps.push((file.name.clone(), stamp));
     }
     Ok(Verified {
         path: path.to_owned(),
         stamps,
+        unread,
     })
+}
+
+/// Compares a file with its description; its content, if that has a checksum.
+fn compare(
+    dir: &UntrustedDir,
+    path: &Path,
+    file: &ImageFile,
+    stop: &AtomicBool,
+) -> Result<Stamp, ImageError> {
+    let at = path.join(&file.name);
+    let has_sum = file.sha256.is_some() || file.sha256_of_blocks.is_some();
+    let read = if has_sum {
+        Read::Of(file.size)
+    } else {
+        Read::Nothing
+    };
+    let (found, stamp) = match measure(dir, &at, file.name.clone(), read, stop) {
+        Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Err(ImageError::Missing {
+                dir: path.to_owned(),
+                name: file.name.clone(),
+            });
+        }
+        other => other?,
+    };
+    if found.size != file.size {
+        return Err(ImageError::Size {
+            path: at,
+            found: found.size,
+            expected: file.size,
+        });
+    }
+    match found == *file {
+        true => Ok(stamp),
+        false => Err(ImageError::Checksum { path: at }),
+    }
 }
 
 fn unreadable(path: &Path) -> impl Fn(io::Error) -> ImageError {
@@ -220,12 +303,22 @@ fn open(way: &Path, path: &Path) -> Result<(UntrustedDir, Vec<String>), ImageErr
     Ok((dir, names))
 }
 
-/// A file as it is. One that has not the `expected` size is not read.
+/// What of a file is read.
+enum Read {
+    /// All of it.
+    All,
+    /// All of it if it has this size.
+    Of(u64),
+    /// Nothing.
+    Nothing,
+}
+
+/// A file as it is.
 fn measure(
     dir: &UntrustedDir,
     path: &Path,
     name: String,
-    expected: Option<u64>,
+    read: Read,
     stop: &AtomicBool,
 ) -> Result<(ImageFile, Stamp), ImageError> {
     let unreadable = unreadable(path);
@@ -233,7 +326,11 @@ fn measure(
     // Before the content: what is written while it is read shows later.
     let metadata = file.metadata().map_err(&unreadable)?;
     let size = metadata.len();
-    let fits = expected.is_none_or(|expected| expected == size);
+    let fits = match read {
+        Read::All => true,
+        Read::Of(expected) => expected == size,
+        Read::Nothing => false,
+    };
     let mut found = ImageFile {
         name,
         size,

@@ -14,3 +14,4 @@ pub mod fixtures;
 pub mod manifest;
 pub mod memory;
 pub mod store;
+mod threads;

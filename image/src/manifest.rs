@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checksums;
 pub use crate::checksums::{
-    ImageError, ImageFile, Verified, describe as describe_images, describe_by as describe_images_by,
+    ImageError, ImageFile, Memory, Verified, describe as describe_images, describe_by as describe_images_by,
     is_of_image,
 };
 pub use crate::dir::UntrustedDir;
@@ -231,12 +231,17 @@ impl Manifest {
 
     /// Compares CRIU's files with their checksums.
     pub fn verify_images(&self, dir: &Path) -> Result<Verified, ImageError> {
-        self.verify_images_until(dir, &AtomicBool::new(false))
+        self.verify_images_until(dir, Memory::Now, &AtomicBool::new(false))
     }
 
     /// As [`Manifest::verify_images`]. It fails soon after `stop` is set.
-    pub fn verify_images_until(&self, dir: &Path, stop: &AtomicBool) -> Result<Verified, ImageError> {
-        checksums::verify(&self.images, dir, stop)
+    pub fn verify_images_until(
+        &self,
+        dir: &Path,
+        memory: Memory,
+        stop: &AtomicBool,
+    ) -> Result<Verified, ImageError> {
+        checksums::verify(&self.images, dir, memory, stop)
     }
 
     /// Reads the bytes of a manifest; `path` is for errors.

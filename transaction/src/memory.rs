@@ -35,6 +35,17 @@ pub enum CopyError {
     Killed,
 }
 
+impl CopyError {
+    /// Whether memory is not as firn's copy needs it, or its program has failed: CRIU may still copy it.
+    pub(crate) fn is_odd(&self) -> bool {
+        match self {
+            Self::Failed(report) => ["FIRN-MEMORY", "FIRN-IMAGE-CORRUPT"].contains(&report.code.as_str()),
+            Self::Program { .. } => true,
+            Self::Late { .. } | Self::Killed => false,
+        }
+    }
+}
+
 /// Who copies, and for how long.
 #[derive(Clone)]
 pub(crate) struct Copier {

@@ -6,8 +6,9 @@ use std::path::Path;
 
 use firn_host::proc_maps;
 
-use super::{MemoryError, remote, threads};
+use super::{MemoryError, remote};
 use crate::store::{EXTENT, Index, Piece, Store};
+use crate::threads;
 
 /// Fills the memory that the index names, in the processes that have these pids on the host (by their pids in
 /// the container). Every extent is compared with its digest before it is written. Returns the bytes that were

@@ -15,15 +15,15 @@ pub mod call;
 mod error;
 mod fill;
 mod find;
+mod pages;
 mod remote;
 mod rest;
 mod save;
-mod threads;
 
 pub use error::MemoryError;
 pub use fill::fill;
 pub use find::find;
-pub use rest::{Kept, rest};
+pub use rest::{Kept, empty_discarded_pages, rest};
 pub use save::save;
 
 use std::ops::Range;

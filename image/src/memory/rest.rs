@@ -2,32 +2,28 @@
 //!
 //! Pages of private anonymous memory that are zero are left out: in the restored task they are zero.
 
-use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::{ControlFlow, Range};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Condvar, Mutex, PoisonError};
-
-use serde::{Deserialize, Serialize};
 
 use firn_host::proc_maps;
+use serde::{Deserialize, Serialize};
 
-use super::{Bulk, MemoryError, Process, remote, threads};
-use crate::criu::memory::{PAGE, Pagemap, Run, Vma, advise_huge_pages, vmas};
+use super::pages::{BLOCK, Block, pages, replace};
+use super::{Bulk, MemoryError, Process};
+use crate::checksums::ImageFile;
+use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
 use crate::dir::UntrustedDir;
-use crate::store::is_zero;
-
-/// Bytes that a thread reads at once.
-const BLOCK: u64 = 4 << 20;
 
 /// What is in the pages files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
     /// Bytes in them.
     pub bytes: u64,
     /// Bytes that were zero and left out.
     pub zero: u64,
+    /// The files, with checksums that were made while they were written.
+    pub files: Vec<ImageFile>,
 }
 
 /// Writes the pages files of these processes that are links to /dev/null, without what the store has. `dir`
@@ -140,6 +136,16 @@ fn shared_blocks(runs: &[Run], places: &[Place]) -> Option<Vec<Block>> {
     Some(blocks)
 }
 
+/// Makes empty files of pages files that are links: CRIU writes them in another dump.
+pub fn empty_discarded_pages(dir: &Path) -> io::Result<()> {
+    for name in UntrustedDir::open(dir)?.names()? {
+        if name.starts_with("pages-") && is_discarded(&dir.join(&name)) {
+            replace(dir, &name)?;
+        }
+    }
+    Ok(())
+}
+
 /// Whether CRIU's pages went nowhere.
 fn is_discarded(path: &Path) -> bool {
     path.is_symlink()
@@ -170,16 +176,6 @@ fn expect_no_discarded(dir: &Path, names: &[String]) -> Result<(), MemoryError> 
         })?;
     }
     Ok(())
-}
-
-/// A part of a run, in one mapping.
-struct Block {
-    run: Run,
-    /// Where it is read.
-    pid: i32,
-    address: u64,
-    /// Whether zero pages may be left out.
-    is_anonymous: bool,
 }
 
 /// The runs without what the store has, in parts that a thread reads at once.
@@ -217,117 +213,10 @@ fn blocks(runs: &[Run], in_store: &[Range<u64>], vmas: &[Vma], pid: i32) -> Vec<
     blocks
 }
 
-/// Where the next block begins in the pages file: blocks are placed in their order, and written in any.
-struct Places {
-    next: Mutex<(usize, u64)>,
-    taken: Condvar,
-}
-
-impl Places {
-    /// The place of a block with so many bytes. Waits for those before it, which always come: threads take
-    /// blocks in order, and one that fails passes its turn on.
-    fn take(&self, number: usize, bytes: u64) -> u64 {
-        let next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait = self.taken.wait_while(next, |(turn, _)| *turn != number);
-        let mut next = wait.unwrap_or_else(PoisonError::into_inner);
-        let place = next.1;
-        *next = (number + 1, place + bytes);
-        self.taken.notify_all();
-        place
-    }
-}
-
-/// Writes the blocks into a pages file. Returns the runs that are in it.
-fn pages(dir: &Path, name: &str, blocks: &[Block], kept: &mut Kept) -> Result<Vec<Run>, MemoryError> {
-    let failed = |source| MemoryError::Pages {
-        file: name.to_owned(),
-        source,
-    };
-    let file = replace(dir, name).map_err(failed)?;
-    let places = Places {
-        next: Mutex::new((0, 0)),
-        taken: Condvar::new(),
-    };
-    let written = threads::each(
-        blocks.len(),
-        || vec![0; usize::try_from(BLOCK).unwrap_or_default()],
-        |number, buffer| {
-            let block = &blocks[number];
-            let length = block.run.at.end - block.run.at.start;
-            let buffer = &mut buffer[..usize::try_from(length).unwrap_or_default()];
-            let read = remote::read(block.pid, block.address, buffer);
-            let runs = match &read {
-                Ok(()) => content(block, buffer),
-                Err(_) => Vec::new(),
-            };
-            let bytes = runs.iter().map(|run| run.at.end - run.at.start).sum();
-            let place = places.take(number, bytes);
-            read?;
-            write(&file, place, &block.run, &runs, buffer).map_err(failed)?;
-            Ok::<_, MemoryError>((runs, length - bytes))
-        },
-    )?;
-    let mut runs: Vec<Run> = Vec::new();
-    for (run, zero) in written {
-        kept.zero += zero;
-        for run in run {
-            kept.bytes += run.at.end - run.at.start;
-            match runs.last_mut() {
-                Some(last) if last.joins(&run) => last.at.end = run.at.end,
-                _ => runs.push(run),
-            }
-        }
-    }
-    Ok(runs)
-}
-
-/// The runs of a block that have to be in the file.
-fn content(block: &Block, bytes: &[u8]) -> Vec<Run> {
-    if !block.is_anonymous {
-        return vec![block.run.clone()];
-    }
-    let mut runs: Vec<Run> = Vec::new();
-    let page = usize::try_from(PAGE).unwrap_or(usize::MAX);
-    for (at, page) in (block.run.at.start..).step_by(page).zip(bytes.chunks(page)) {
-        if is_zero(page) {
-            continue;
-        }
-        let at = at..at + PAGE;
-        match runs.last_mut() {
-            Some(last) if last.at.end == at.start => last.at.end = at.end,
-            _ => runs.push(block.run.part(at)),
-        }
-    }
-    runs
-}
-
-fn write(file: &File, mut place: u64, of: &Run, runs: &[Run], bytes: &[u8]) -> io::Result<()> {
-    let offset = |at: u64| usize::try_from(at - of.at.start).unwrap_or_default();
-    for run in runs {
-        let bytes = &bytes[offset(run.at.start)..offset(run.at.end)];
-        file.write_all_at(bytes, place)?;
-        place += bytes.len() as u64;
-    }
-    Ok(())
-}
-
-/// Puts an empty file in the place of the link.
-fn replace(dir: &Path, name: &str) -> io::Result<File> {
-    // Hidden: who watches the directory for lost files passes it over.
-    let new = dir.join(format!(".{name}"));
-    let file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&new)?;
-    std::fs::rename(&new, dir.join(name))?;
-    Ok(file)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::criu::memory::PAGE;
     use crate::criu::memory::testing::{write_mm, write_pagemap};
 
     const INSIDE: i32 = 7;
@@ -391,6 +280,12 @@ mod tests {
         assert_eq!(pages, [[1_u8; 4096], [2; 4096]].concat());
         assert_eq!(runs, [at..at + PAGE, at + 2 * PAGE..at + 3 * PAGE]);
         assert_eq!((kept.bytes, kept.zero), (2 * PAGE, 2 * PAGE));
+        let sum = crate::block_hash::sha256(&pages);
+        assert_eq!(kept.files[0].name, "pages-1.img");
+        assert_eq!(
+            (kept.files[0].size, &kept.files[0].sha256),
+            (2 * PAGE, &Some(sum))
+        );
         let (pages, runs, kept) = rest_of(&memory, false, None);
         assert_eq!(pages, [[1_u8; 4096], [0; 4096], [2; 4096], [0; 4096]].concat());
         assert_eq!(runs, vec![at..at + 4 * PAGE], "a file may be behind it");

@@ -1,7 +1,8 @@
 //! Copies memory into the store.
 
-use super::{Bulk, MemoryError, remote, threads};
+use super::{Bulk, MemoryError, remote};
 use crate::store::{EXTENT, Piece, Writer};
+use crate::threads;
 
 /// A part of a range that is one extent.
 struct Part {

@@ -201,6 +201,44 @@ fn a_family_that_shares_memory_moves_too(platform: Platform) -> Result<()> {
     })
 }
 
+/// firn copies memory into the image as CRIU does, with less zeros; what it cannot copy CRIU copies.
+fn the_image_gets_memory_by_firn(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-inline", 1)?], |[host]| {
+        let inline = "[images]\ninline-copy = \"firn\"\n";
+        host.configure(inline)?;
+        let job = job(host, &[])?;
+        let before = content(host)?;
+        job.checkpoint("checkpoint/job")?;
+        let image = content(host)? - before;
+        ensure!((MIB..MIB + REST).contains(&image), "the image has {image} MiB");
+        job.remove()?;
+        restores(host)?;
+        let log = host.log_since(0)?;
+        ensure!(!log.contains("CRIU copies all memory"), "CRIU has copied");
+        host.idle()
+    })
+}
+
+fn what_firn_cannot_copy_criu_copies(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-odd", 1)?], |[host]| {
+        host.configure(STORE)?;
+        let odd = ["--memory-file-mib=20", "--mib=40"];
+        let job = Container::count(host, "job", &["0"], 1, &odd)?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        let log = host.log_since(0)?;
+        ensure!(
+            log.contains("CRIU copies all memory of job into the image: "),
+            "{log}"
+        );
+        // Nothing of it needs the store.
+        host.node().run(&["rm", "-rf", "/srv/store"])?;
+        restores(host)
+    })
+}
+
 /// What an annotation chooses, where the operator allows it.
 fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     on([host(platform, "sm-chosen", 1)?], |[host]| {
@@ -240,6 +278,8 @@ fn main() -> ExitCode {
         a_damaged_store_is_found [FORKY];
         a_full_store_costs_nothing [FORKY, FORKY_V2];
         a_family_that_shares_memory_moves_too [FORKY, TRIXIE];
+        the_image_gets_memory_by_firn [FORKY_V2, TRIXIE];
+        what_firn_cannot_copy_criu_copies [FORKY, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
     })
 }

@@ -1,7 +1,8 @@
 //! What some programs do while they compute, and what keeps them from being checkpointed.
 
 use std::ffi::{CStr, c_long};
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -11,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use nix::libc;
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::unistd::{ForkResult, fork, pause};
@@ -32,6 +34,16 @@ pub fn io_uring() -> io::Result<OwnedFd> {
     }
     // SAFETY: the kernel has just made this descriptor for us, and nothing else has it.
     Ok(unsafe { OwnedFd::from_raw_fd(ring) })
+}
+
+/// A file of memfd_create(2) with so many bytes; none without any.
+pub fn memory_file(bytes: usize) -> io::Result<Option<File>> {
+    if bytes == 0 {
+        return Ok(None);
+    }
+    let mut file = File::from(memfd_create(c"firn", MFdFlags::MFD_CLOEXEC)?);
+    file.write_all(&vec![7; bytes])?;
+    Ok(Some(file))
 }
 
 /// The memory that /proc shows of a program, as `prctl(PR_SET_MM_MAP)` takes it: `struct prctl_mm_map`.

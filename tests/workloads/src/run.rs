@@ -52,6 +52,9 @@ pub struct Options {
     /// Hold an io_uring
     #[arg(long)]
     io_uring: bool,
+    /// Keep a file of memfd_create(2) of so many MiB open that is mapped nowhere
+    #[arg(long, default_value_t = 0)]
+    memory_file_mib: usize,
     /// Hold the socket that a communicator of NCCL has, while this file does not exist
     #[arg(long)]
     communicator: Option<PathBuf>,
@@ -181,6 +184,8 @@ fn compute(options: &Options) -> Result<()> {
         true => Some(habits::io_uring().context("cannot set up an io_uring")?),
         false => None,
     };
+    let _memory_file =
+        habits::memory_file(options.memory_file_mib << 20).context("cannot make a memory file")?;
     if let Some(file) = options
         .communicator
         .clone()

@@ -15,13 +15,12 @@ use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
-use firn_image::memory::call::Saved;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 
 use super::Request;
-use super::dump::{Found, Leftovers, bounded, dump};
+use super::dump::{Found, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
@@ -35,7 +34,6 @@ use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::Bounds;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::OrWarn;
@@ -440,44 +438,9 @@ impl Dump for ContainerEffects<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
-        let (plugins, limit) = (self.configure_criu()?, self.config.deadlines.criu_dump);
-        let flags = self.source().dump.clone();
-        let bounds = Bounds {
-            deadline: Some(limit),
-            journal: &self.journal,
-            cancel: &self.cancel,
-            freezer: Some(&self.cgroup),
-        };
-        let others = self.config.checkpoint.open_image_dir;
-        let copying = self.copying().await?;
-        let discarded = copying.as_ref().map_or(0, |copying| copying.processes.len());
-        let left = &mut self.progress.leftovers;
-        let call = (&flags, plugins.as_path());
-        let dumped = dump(
-            self.container,
-            self.request,
-            call,
-            (others, discarded),
-            bounds,
-            left,
-        );
-        let saved = async {
-            match &copying {
-                Some(copying) => copying.save().await,
-                None => Ok(Saved::default()),
-            }
-        };
-        // Both to their ends: nobody cleans up after a CRIU that is left alone.
-        let (dumped, saved) = tokio::join!(dumped, saved);
-        dumped?;
-        let saved = saved?;
-        self.timings.mark(Phase::CriuDump);
-        if let Some(copying) = copying {
-            copying.rest(self.request.image.inside(), &saved).await?;
-            self.timings.mark(Phase::CopyMemory);
-        }
+        let copied = self.dump_memory().await?;
         self.close_connections().await?;
-        self.write_manifest(described, saved.memory).await?;
+        self.write_manifest(described, copied).await?;
         self.timings.mark(Phase::Manifest);
         self.progress.complete = true;
         self.progress.rescued = self.link_image().await;

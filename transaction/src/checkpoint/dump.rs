@@ -79,12 +79,11 @@ impl WorkDir {
     }
 }
 
-/// Runs `runc checkpoint` for a GPU container, which stays frozen. Cleans nothing up, also after a failure:
-/// see [`Leftovers`]. CRIU's first `discarded` pages files go nowhere: the caller writes them.
-pub(super) async fn dump(
+/// Makes the directories that the dump writes to. Cleans nothing up, also after a failure: see [`Leftovers`].
+/// CRIU's first `discarded` pages files go nowhere: the caller writes them.
+pub(super) async fn begin(
     container: &Container,
     request: &Request,
-    (flags, plugins): (&DumpFlags, &Path),
     (others, discarded): (OpenImageDir, usize),
     bounds: Bounds<'_>,
     left: &mut Leftovers,
@@ -103,8 +102,20 @@ pub(super) async fn dump(
     if image.was() == ImageWas::Absent {
         journal.image(image.was(), image.id()).await?;
     }
+    left.work = Some(WorkDir::choose(container, request));
+    Ok(())
+}
+
+/// Runs `runc checkpoint` for a GPU container, which stays frozen, into directories that [`begin`] has made.
+pub(super) async fn dump(
+    container: &Container,
+    request: &Request,
+    (flags, plugins): (&DumpFlags, &Path),
+    bounds: Bounds<'_>,
+) -> Result<(), EffectError> {
+    let limit = bounds.deadline.unwrap_or(Duration::MAX);
+    let (image, cancel) = (&request.image, bounds.cancel);
     let work = WorkDir::choose(container, request);
-    left.work = Some(work.clone());
     let made = work.clone();
     bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
     let inside = image.inside();
@@ -194,16 +205,17 @@ impl Leftovers {
     }
 }
 
-/// CRIU's files with their checksums. Reads every byte while the container is frozen. Stops at `limit`, and
-/// once the container is to end.
+/// CRIU's files with their checksums. Reads every byte of those that are not `known` while the container is
+/// frozen. Stops at `limit`, and once the container is to end.
 pub(super) async fn describe(
     image: &ImageDir,
+    known: Vec<ImageFile>,
     limit: Duration,
     cancel: &CancellationToken,
 ) -> Result<Vec<ImageFile>, EffectError> {
     let image = image.clone();
     let described = stoppable(limit, cancel, move |stop| {
-        describe_images_by(&image.inside(), image.path(), stop)
+        describe_images_by(&image.inside(), image.path(), &known, stop)
     });
     match described.await {
         Ok(described) => Ok(described?),
@@ -224,7 +236,7 @@ mod tests {
         pages.set_len(1 << 40).unwrap();
         let limit = Duration::from_millis(50);
         let image = ImageDir::find(dir.path(), false).await.unwrap();
-        let late = describe(&image, limit, &CancellationToken::default())
+        let late = describe(&image, Vec::new(), limit, &CancellationToken::default())
             .await
             .unwrap_err();
         assert!(
@@ -236,7 +248,7 @@ mod tests {
             tokio::task::yield_now().await;
             cancel.cancel();
         };
-        let (killed, ()) = tokio::join!(describe(&image, Duration::MAX, &cancel), kill);
+        let (killed, ()) = tokio::join!(describe(&image, Vec::new(), Duration::MAX, &cancel), kill);
         assert!(matches!(killed, Err(EffectError::Killed)), "{killed:?}");
     }
 }

@@ -329,6 +329,12 @@ impl ImageDir {
         Ok(())
     }
 
+    /// Lets CRIU write the pages files that went nowhere.
+    pub fn empty_discarded_pages(&self) -> Result<(), ImageDirError> {
+        firn_image::memory::empty_discarded_pages(&self.inside())
+            .map_err(|source| ImageDirError::io(self.path(), source))
+    }
+
     /// Removes the files of a failed dump, unless the directory had other files before.
     pub fn clear(&self) {
         self.0.cleared.store(true, Ordering::SeqCst);

@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use firn_image::criu::was_stopped;
-use firn_image::manifest::{CheckpointedProcess, InheritedGpus};
+use firn_image::manifest::{CheckpointedProcess, InheritedGpus, Verified};
 use firn_image::memory::call::{Fill, Request};
 use firn_oci::job_hook::Facts;
 use firn_oci::{Spec, criu_config, dev_repair};
@@ -27,7 +28,7 @@ use crate::journal::point;
 use crate::memory::Copier;
 use crate::phase::Phase;
 use crate::pidfd::{self, Signal};
-use crate::prepared_restore::GpuPart;
+use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::timings::PhaseTimings;
@@ -48,6 +49,8 @@ pub(super) struct RestoreEffects<'a, S> {
     gpu: &'a GpuPart,
     /// For the job.
     facts: Option<&'a Facts>,
+    /// The image.
+    verified: Option<Arc<Verified>>,
     /// The call of runc.
     restore: Restore<'a>,
     /// Gives the call stdio; none once it was made.
@@ -64,7 +67,7 @@ pub(super) struct RestoreEffects<'a, S> {
 impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
     pub(super) fn new(
         container: &'a Container,
-        (gpu, facts): (&'a GpuPart, Option<&'a Facts>),
+        (gpu, prepared): (&'a GpuPart, &'a PreparedRestore),
         (restore, stdio): (Restore<'a>, S),
         log: PathBuf,
         reaper: &'a Reaper,
@@ -73,7 +76,8 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
         Self {
             container,
             gpu,
-            facts,
+            facts: prepared.facts.as_ref(),
+            verified: prepared.verified.clone(),
             log,
             reaper,
             driver: driver.with_journal(restore.bounds.journal.clone()),
@@ -144,6 +148,26 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     }
 }
 
+/// Compares the memory in the image with its checksums.
+async fn verify_memory(
+    verified: Option<Arc<Verified>>,
+    limit: Duration,
+    bounds: Bounds<'_>,
+) -> Result<(), Cause> {
+    let Some(verified) = verified else {
+        return Ok(());
+    };
+    let verify = stoppable(limit, bounds.cancel, move |stop| verified.memory(stop));
+    match verify.await {
+        Ok(verified) => Ok(verified?),
+        Err(Left::Cancelled) => Err(Cause::Killed),
+        Err(Left::Late) => Err(Cause::Late {
+            what: "compare the image with its checksums",
+            limit,
+        }),
+    }
+}
+
 impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> {
     async fn criu_restore(&mut self) -> Result<(), Cause> {
         let stdio = self.stdio.take().ok_or(Cause::Panicked)?;
@@ -153,7 +177,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         if self.gpu.has_nvidia {
             self.driver.warm_up()?;
         }
-        if let Err(error) = self.container.runc.restore(self.restore, stdio).await {
+        let restoring = self.container.runc.restore(self.restore, stdio);
+        // CRIU uses one processor. Both to their ends: nobody cleans up after a CRIU that is left alone.
+        let limit = self.gpu.config.deadlines.verify;
+        let verifying = verify_memory(self.verified.clone(), limit, self.restore.bounds);
+        let (restored, verified) = tokio::join!(restoring, verifying);
+        verified?;
+        if let Err(error) = restored {
             let lines = last_errors(&self.log).await;
             return Err(match (error, refusal_of_script(self.container).await) {
                 (RuncError::Cancelled { .. }, _) => Cause::Killed,

@@ -162,6 +162,8 @@ pub enum Cause {
     Dev(#[from] DevError),
     #[error(transparent)]
     Memory(CopyError),
+    #[error(transparent)]
+    Damaged(#[from] ImageError),
     #[error("firn-hook refused it: {}", .0.message)]
     #[problem(_0.remedy())]
     Script(ProblemReport),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
-use firn_image::manifest::{DumpFlags, Manifest, Verified};
+use firn_image::manifest::{DumpFlags, Manifest, Memory, Verified};
 use firn_image::memory::call::{Request, Stored};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
 use firn_oci::job_hook::{
@@ -392,8 +392,8 @@ async fn plain_part(
     Ok(plain)
 }
 
-/// Reads and verifies the image, and returns its manifest if it has one. Reads every byte, unless the client
-/// no longer waits for the container.
+/// Reads and verifies the image, and returns its manifest if it has one. Reads every byte but those of memory
+/// that is compared while CRIU restores it, unless the client no longer waits for the container.
 async fn read_image(
     spec: Spec,
     image: &Path,
@@ -405,7 +405,9 @@ async fn read_image(
         let Some(manifest) = Manifest::read_for(&spec, &path)? else {
             return Ok(None);
         };
-        let verified = manifest.verify_images_until(&path, stop)?;
+        let stand_still = manifest.is_device_free() || !manifest.gpus.is_empty();
+        let memory = if stand_still { Memory::Later } else { Memory::Now };
+        let verified = manifest.verify_images_until(&path, memory, stop)?;
         Ok(Some((manifest, verified)))
     });
     read.await.map_err(|left| left_image(left, limit))?

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use firn_host::ProblemReport;
-use firn_oci::job_hook::{Facts, JobHook};
+use firn_oci::job_hook::JobHook;
 use firn_oci::{Spec, criu_config, criu_script};
 
 use super::container::RestoreEffects;
@@ -184,7 +184,7 @@ pub async fn run(
             None => Box::pin(plain(container, prepared, restore, log, was_free, stdio)).await,
             Some(gpu) => {
                 free.map_err(|cause| failed(prepared, cause))?;
-                let gpu = (gpu, prepared.facts.as_ref());
+                let gpu = (gpu, prepared);
                 let restored = Box::pin(with_gpu(container, gpu, (restore, stdio), log, reaper)).await;
                 restored.map_err(|cause| failed(prepared, cause))
             }
@@ -233,7 +233,7 @@ async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
 /// Restores the container by the phases of [`phases`]. Returns the pid of init.
 async fn with_gpu<S: FnOnce(&mut Command) + Send>(
     container: &Container,
-    gpu: (&GpuPart, Option<&Facts>),
+    gpu: (&GpuPart, &PreparedRestore),
     call: (Restore<'_>, S),
     log: PathBuf,
     reaper: &Reaper,

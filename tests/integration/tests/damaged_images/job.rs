@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{
-    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Mount,
+    CreateTaskRequest, CreateTaskResponse, DeleteRequest, DeleteResponse, Mount, StartRequest, StartResponse,
 };
 use firn_lab::{BUNDLES, GpuHost, Task, describe, nothing_left};
 
@@ -80,6 +80,28 @@ impl<'h> Job<'h> {
         ensure!(spec == self.spec, "the spec was changed: {spec}");
         self.remove_bundle()?;
         Ok(output)
+    }
+
+    /// What the client sees of a start.
+    pub fn start(&self) -> String {
+        let mut start = StartRequest::new();
+        start.id = "job".to_owned();
+        describe(&self.task.call::<StartResponse>("Start", &start), |_| {
+            "started".to_owned()
+        })
+    }
+
+    /// Refused at the start with one of these codes, by when CRIU has restored processes that never ran.
+    pub fn refused_at_start(&self, image: &str, codes: &[&str]) -> Result<()> {
+        self.create(image)?.context("create")?;
+        let output = self.start();
+        ensure!(
+            codes.iter().any(|code| output.contains(&format!(": {code}: "))),
+            "none of {codes:?} but: {output}"
+        );
+        ensure!(output.contains("hint: "), "no hint: {output}");
+        self.delete()?;
+        self.host.watch_runc()
     }
 
     pub fn delete(&self) -> Result<()> {

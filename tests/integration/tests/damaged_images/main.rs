@@ -1,5 +1,6 @@
 //! A checkpoint image that is not as it was made, or was made to do harm: refused with a code before runc is
-//! called, at once, and nothing is left. The image as it was made restores afterwards.
+//! called, at once, and nothing is left. Memory alone is compared while CRIU restores it. The image as it was
+//! made restores afterwards.
 
 mod job;
 mod manifests;
@@ -10,9 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
-use containerd_shim_protos::api::{StartRequest, StartResponse};
 use firn_lab::{
-    Archive, BUNDLES, Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, cases, describe, failure, matrix, on,
+    Archive, BUNDLES, Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, cases, failure, matrix, on,
 };
 use firn_node::{Platform, Suite};
 use serde_json::{Value, json};
@@ -120,6 +120,18 @@ fn listed(dir: &Path) -> Result<Vec<String>> {
         .collect())
 }
 
+/// Whether this is large memory of the size that it should have: only its content is wrong.
+fn is_memory(file: &Path, kept: &Path) -> Result<bool> {
+    let Ok(found) = fs::symlink_metadata(file) else {
+        return Ok(false);
+    };
+    let is_pages = file
+        .file_name()
+        .is_some_and(|name| name.to_string_lossy().starts_with("pages-"));
+    let size = fs::metadata(kept)?.len();
+    Ok(is_pages && found.is_file() && found.len() == size && size >= 1 << 20)
+}
+
 /// Every file of an image, damaged in every way.
 fn every_damage(job: &Job<'_>, image: &str, dir: &Path, other: &Path) -> Result<usize> {
     let names = listed(dir)?;
@@ -134,8 +146,11 @@ fn every_damage(job: &Job<'_>, image: &str, dir: &Path, other: &Path) -> Result<
             let damaged = damage(&file, &other.join(name))?;
             if damaged {
                 cases += 1;
-                job.refused(image, codes)
-                    .with_context(|| format!("{name}: {what}"))?;
+                match is_memory(&file, &kept)? {
+                    true => job.refused_at_start(image, codes),
+                    false => job.refused(image, codes).map(drop),
+                }
+                .with_context(|| format!("{name}: {what}"))?;
             }
             let _ = fs::remove_dir(&file).or_else(|_| fs::remove_file(&file));
             fs::copy(&kept, &file)?;
@@ -187,11 +202,7 @@ fn changed_later(job: &Job<'_>, image: &str, dir: &Path) -> Result<()> {
     job.create(image)??;
     let file = dir.join("pstree.img");
     fs::write(&file, fs::read(&file)?)?;
-    let mut start = StartRequest::new();
-    start.id = "job".to_owned();
-    let output = describe(&job.task.call::<StartResponse>("Start", &start), |_| {
-        "started".to_owned()
-    });
+    let output = job.start();
     ensure!(
         output.contains(": FIRN-IMAGE-CHANGED: ") && output.contains("pstree.img"),
         "{output}"

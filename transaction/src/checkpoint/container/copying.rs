@@ -1,63 +1,70 @@
 //! Memory that firn copies next to CRIU (firn_image::memory).
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use firn_config::{Bulk, find_program, names};
-use firn_host::proc_maps;
+use firn_config::{Bulk, InlineCopy, find_program, names};
+use firn_host::{Chain, proc_maps};
+use firn_image::manifest::{ImageFile, StoredMemory};
 use firn_image::memory::call::{Request, Rest, Save, Saved};
 use firn_image::memory::{Kept, Process};
 use firn_oci::Spec;
 
 use super::ContainerEffects;
 use crate::cancel::CancellationToken;
-use crate::checkpoint::dump::bounded;
+use crate::checkpoint::dump::{begin, bounded, dump};
 use crate::checkpoint::error::EffectError;
 use crate::memory::{Copier, CopyError};
+use crate::phase::Phase;
 use crate::procfs;
+use crate::runc::Bounds;
 
 /// A copy of the container's memory, while CRIU describes it.
 pub(super) struct Copying {
     copier: Copier,
     cancel: CancellationToken,
-    /// What the store gets.
-    save: Save,
+    /// What the store gets; none: nothing.
+    save: Option<Save>,
     /// Those that CRIU dumps.
-    pub processes: Vec<Process>,
+    processes: Vec<Process>,
+    /// How many pages files CRIU may write at most.
+    files: usize,
+}
+
+/// What was copied next to CRIU.
+#[derive(Default)]
+pub(super) struct Copied {
+    /// What the store has.
+    pub memory: Option<StoredMemory>,
+    /// Pages files with their checksums.
+    pub files: Vec<ImageFile>,
 }
 
 impl ContainerEffects<'_> {
     /// Who copies the memory next to CRIU; none where CRIU has to do it.
     pub(super) async fn copying(&self) -> Result<Option<Copying>, EffectError> {
-        let Some(store) = self.source().store.clone() else {
-            return Ok(None);
-        };
-        let processes: Vec<Process> = self.cgroup.pids()?.into_iter().filter_map(process).collect();
-        let of = processes.clone();
-        let (what, limit) = ("look for memory files", self.config.deadlines.look);
-        let has_memory_files = move || of.iter().any(|process| has_memory_files(process.pid));
-        // Which pages file is whose would be a guess.
-        let odd = match self.progress.omitted {
-            0 => bounded(what, limit, &self.cancel, has_memory_files)
-                .await?
-                .then_some("a process has a memfd"),
-            _ => Some("CRIU leaves processes out"),
-        };
-        if let Some(odd) = odd {
-            log::warn!(
-                "the image of {} gets all memory, none goes into the store: {odd}",
-                self.container.id
-            );
+        let store = self.source().store.clone();
+        if store.is_none() && self.config.images.inline_copy == InlineCopy::Criu {
             return Ok(None);
         }
-        let save = Save {
+        // Which pages file is whose would be a guess.
+        if self.progress.omitted > 0 {
+            self.warn_of_criu("CRIU leaves processes out");
+            return Ok(None);
+        }
+        let processes: Vec<Process> = self.cgroup.pids()?.into_iter().filter_map(process).collect();
+        let of = processes.clone();
+        let (what, limit) = ("look for shared memory", self.config.deadlines.look);
+        let shared = bounded(what, limit, &self.cancel, move || shared_files(&of)).await?;
+        let save = store.map(|store| Save {
             store,
             cap: self.config.images.store_cap,
             processes: processes.clone(),
             checkpoint: self.checkpoint.clone(),
             container: self.container.id.clone(),
             image: self.request.image.path().to_owned(),
-        };
+        });
         Ok(Some(Copying {
             copier: Copier {
                 hook: find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?,
@@ -66,8 +73,61 @@ impl ContainerEffects<'_> {
             },
             cancel: self.cancel.clone(),
             save,
+            files: processes.len() + shared,
             processes,
         }))
+    }
+
+    /// Dumps the container, and copies memory next to CRIU where firn does that. What firn cannot copy CRIU
+    /// copies, in a second dump.
+    pub(super) async fn dump_memory(&mut self) -> Result<Copied, EffectError> {
+        let (plugins, limit) = (self.configure_criu()?, self.config.deadlines.criu_dump);
+        let flags = self.source().dump.clone();
+        let bounds = Bounds {
+            deadline: Some(limit),
+            journal: &self.journal,
+            cancel: &self.cancel,
+            freezer: Some(&self.cgroup),
+        };
+        let copying = self.copying().await?;
+        let image = (
+            self.config.checkpoint.open_image_dir,
+            copying.as_ref().map_or(0, |copying| copying.files),
+        );
+        let left = &mut self.progress.leftovers;
+        begin(self.container, self.request, image, bounds, left).await?;
+        let dump = || dump(self.container, self.request, (&flags, plugins.as_path()), bounds);
+        let Some(copying) = copying else {
+            dump().await?;
+            self.timings.mark(Phase::CriuDump);
+            return Ok(Copied::default());
+        };
+        // Both to their ends: nobody cleans up after a CRIU that is left alone.
+        let (dumped, saved) = tokio::join!(dump(), copying.save());
+        dumped?;
+        self.timings.mark(Phase::CriuDump);
+        let image = self.request.image.clone();
+        let copied = match saved {
+            Ok(saved) => copying.rest(image.inside(), saved).await,
+            Err(error) => Err(error),
+        };
+        self.timings.mark(Phase::CopyMemory);
+        match copied {
+            Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
+            copied => return Ok(copied?),
+        }
+        let empty = move || image.empty_discarded_pages();
+        bounded("empty the pages files", limit, &self.cancel, empty).await??;
+        dump().await?;
+        self.timings.mark(Phase::CriuDump);
+        Ok(Copied::default())
+    }
+
+    fn warn_of_criu(&self, why: &str) {
+        log::warn!(
+            "CRIU copies all memory of {} into the image: {why}",
+            self.container.id
+        );
     }
 
     /// The store that gets large memory of a container with this spec, if any does.
@@ -84,24 +144,19 @@ impl ContainerEffects<'_> {
     }
 }
 
-/// Whether a process has files of memfd_create(2) open or mapped. CRIU numbers their pages files among those
-/// of processes.
-fn has_memory_files(pid: i32) -> bool {
-    let is_one = |path: &[u8]| path.starts_with(b"/memfd:");
-    let mut found = false;
-    let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
-        found |= is_one(mapping.path);
-        match found {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
-        }
-    });
-    let open = std::fs::read_dir(format!("/proc/{pid}/fd"))
-        .into_iter()
-        .flatten()
-        .flatten();
-    let mut links = open.filter_map(|entry| std::fs::read_link(entry.path()).ok());
-    read.is_err() || found || links.any(|link| is_one(link.as_os_str().as_encoded_bytes()))
+/// How many files CRIU may write for memory that processes share: it numbers them among those of processes.
+fn shared_files(processes: &[Process]) -> usize {
+    let mut inodes = BTreeSet::new();
+    for process in processes {
+        // What cannot be read now cannot be read later either: the copy fails, and CRIU does it.
+        let _ = proc_maps::each(Path::new("/proc"), process.pid, |mapping| {
+            if mapping.perms.ends_with(b"s") && !mapping.path.starts_with(b"/dev/nvidia") {
+                inodes.insert(mapping.inode);
+            }
+            ControlFlow::Continue(())
+        });
+    }
+    inodes.len()
 }
 
 /// A process with memory: a zombie has none.
@@ -112,18 +167,24 @@ fn process(pid: i32) -> Option<Process> {
 
 impl Copying {
     /// Copies large memory into the store.
-    pub(super) async fn save(&self) -> Result<Saved, CopyError> {
-        let save = Request::Save(self.save.clone());
-        self.copier.ask(&save, &self.cancel).await
+    async fn save(&self) -> Result<Saved, CopyError> {
+        match &self.save {
+            None => Ok(Saved::default()),
+            Some(save) => self.copier.ask(&Request::Save(save.clone()), &self.cancel).await,
+        }
     }
 
     /// Writes the pages files, once CRIU is done.
-    pub(super) async fn rest(self, image: PathBuf, saved: &Saved) -> Result<Kept, CopyError> {
+    async fn rest(self, image: PathBuf, saved: Saved) -> Result<Copied, CopyError> {
         let rest = Request::Rest(Rest {
             image,
             processes: self.processes,
-            bulk: saved.bulk.clone(),
+            bulk: saved.bulk,
         });
-        self.copier.ask(&rest, &self.cancel).await
+        let kept: Kept = self.copier.ask(&rest, &self.cancel).await?;
+        Ok(Copied {
+            memory: saved.memory,
+            files: kept.files,
+        })
     }
 }

@@ -7,6 +7,7 @@ use firn_oci::mounts::RequiredMount;
 use firn_preflight::Inherited;
 
 use super::ContainerEffects;
+use super::copying::Copied;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
 use crate::{look, procfs};
@@ -58,12 +59,12 @@ impl ContainerEffects<'_> {
     pub(super) async fn write_manifest(
         &self,
         processes: Vec<manifest::CheckpointedProcess>,
-        bulk: Option<manifest::StoredMemory>,
+        copied: Copied,
     ) -> Result<(), EffectError> {
         let source = self.source().clone();
         let image = self.request.image.clone();
         let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
-        let images = describe(&image, limit, cancel).await?;
+        let images = describe(&image, copied.files, limit, cancel).await?;
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
             for (mount, used) in mounts.iter_mut().zip(used) {
@@ -85,7 +86,7 @@ impl ContainerEffects<'_> {
                 processes,
                 inherited_gpus,
                 released_gpus: None,
-                bulk,
+                bulk: copied.memory,
                 mounts,
                 versions: source.versions,
                 images,

@@ -3,12 +3,12 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// More threads than these copy no faster.
+/// More threads than these copy and read no faster.
 const MOST: usize = 16;
 
 /// Does each piece of the work once, in the order of their numbers as far as they begin; returns the results
 /// in that order, or an error. `begin` makes what each thread keeps.
-pub(super) fn each<T: Send, K, E: Send>(
+pub(crate) fn each<T: Send, K, E: Send>(
     pieces: usize,
     begin: impl Fn() -> K + Sync,
     work: impl Fn(usize, &mut K) -> Result<T, E> + Sync,
