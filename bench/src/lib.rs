@@ -6,8 +6,10 @@
 #![forbid(unsafe_code)]
 
 mod gates;
+mod image;
 mod progress;
 mod shim;
+mod timed;
 
 use std::process::ExitCode;
 
@@ -31,6 +33,32 @@ pub struct Cmd {
 #[derive(Subcommand)]
 enum Bench {
     Shim(shim::Options),
+    Image(image::Options),
+}
+
+impl Bench {
+    fn output(&self) -> &Output {
+        match self {
+            Self::Shim(options) => &options.output,
+            Self::Image(options) => &options.output,
+        }
+    }
+
+    /// Its name in its output and in the gates, and its cases.
+    fn measure(&self) -> Result<(&'static str, Vec<Case>)> {
+        match self {
+            Self::Shim(options) => Ok((shim::NAME, shim::measure(options)?)),
+            Self::Image(options) => Ok((image::NAME, image::measure(options)?)),
+        }
+    }
+
+    /// Whether this case is to be compared with its gate.
+    fn wants(&self, case: &str) -> bool {
+        match self {
+            Self::Shim(options) => options.wants(case),
+            Self::Image(options) => options.wants(case),
+        }
+    }
 }
 
 #[derive(clap::Args)]
@@ -47,13 +75,13 @@ struct Output {
 pub fn run(cmd: Cmd) -> Result<ExitCode> {
     ensure!(
         geteuid().is_root(),
-        "test nodes need root\nhint: sudo -E cargo xtask bench shim"
+        "test nodes need root\nhint: run it by sudo -E"
     );
-    let Bench::Shim(options) = cmd.bench;
+    let bench = cmd.bench;
     // Read before anything is measured, which takes a while.
-    let gates = options.output.check.then(Gates::read).transpose()?;
-    let (name, cases) = (shim::NAME, shim::measure(&options)?);
-    if options.output.json {
+    let gates = bench.output().check.then(Gates::read).transpose()?;
+    let (name, cases) = bench.measure()?;
+    if bench.output().json {
         for case in &cases {
             println!("{}", serde_json::to_string(case)?);
         }
@@ -61,7 +89,7 @@ pub fn run(cmd: Cmd) -> Result<ExitCode> {
         table(&cases);
     }
     let missed = gates.map_or_else(Vec::new, |gates| {
-        gates.missed(name, &cases, |case| options.wants(case))
+        gates.missed(name, &cases, |case| bench.wants(case))
     });
     for miss in &missed {
         eprintln!("gate missed: {miss}");
@@ -77,19 +105,29 @@ pub fn run(cmd: Cmd) -> Result<ExitCode> {
 #[derive(Debug, Serialize)]
 struct Case {
     bench: &'static str,
-    case: &'static str,
+    case: String,
     unit: &'static str,
     stock: Stats,
     firn: Stats,
     /// firn / stock, of the medians; absent where the stock shim's is zero.
     ratio: Option<f64>,
+    /// What firn's reading consists of, where that is known.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    phases: Vec<Phase>,
+}
+
+/// A part of a transaction of firn's: the median of its times.
+#[derive(Debug, Serialize)]
+struct Phase {
+    name: String,
+    ms: f64,
 }
 
 impl Case {
     /// `None` when one of the two has no reading.
     fn new(
         bench: &'static str,
-        case: &'static str,
+        case: impl Into<String>,
         unit: &'static str,
         stock: Vec<f64>,
         firn: Vec<f64>,
@@ -98,11 +136,12 @@ impl Case {
         let ratio = (stock.median > 0.0).then(|| firn.median / stock.median);
         Some(Self {
             bench,
-            case,
+            case: case.into(),
             unit,
             ratio,
             stock,
             firn,
+            phases: Vec::new(),
         })
     }
 }
@@ -131,19 +170,36 @@ impl Stats {
 
 fn table(cases: &[Case]) {
     let shown = |stats: &Stats| format!("{:.2} ({:.2}..{:.2})", stats.median, stats.min, stats.max);
+    let width = cases
+        .iter()
+        .map(|case| case.case.len())
+        .max()
+        .unwrap_or(0)
+        .max(14);
     println!(
-        "{:<14} {:>6}  {:>28}  {:>28}  {:>5}  {:>3}",
+        "{:<width$} {:>6}  {:>28}  {:>28}  {:>5}  {:>3}",
         "case", "", "stock", "firn", "ratio", "n"
     );
     for case in cases {
         let ratio = case.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}"));
         println!(
-            "{:<14} {:>6}  {:>28}  {:>28}  {ratio:>5}  {:>3}",
+            "{:<width$} {:>6}  {:>28}  {:>28}  {ratio:>5}  {:>3}",
             case.case,
             case.unit,
             shown(&case.stock),
             shown(&case.firn),
             case.firn.n
+        );
+    }
+    for case in cases.iter().filter(|case| !case.phases.is_empty()) {
+        let parts = case
+            .phases
+            .iter()
+            .map(|phase| format!("{} {:.0}", phase.name, phase.ms));
+        println!(
+            "{} of firn, ms: {}",
+            case.case,
+            parts.collect::<Vec<_>>().join(", ")
         );
     }
 }

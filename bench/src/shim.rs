@@ -257,7 +257,7 @@ pub(crate) fn measure(options: &Options) -> Result<Vec<Case>> {
             let measured = group
                 .measure(&lab, options.n)
                 .with_context(|| group.what.to_owned())?;
-            cases.extend(measured.into_iter().filter(|case| options.wants(case.case)));
+            cases.extend(measured.into_iter().filter(|case| options.wants(&case.case)));
         }
     }
     Ok(cases)

@@ -7,8 +7,8 @@ use anyhow::Result;
 use firn_lab::IMAGE;
 use firn_node::Node;
 
-use super::single::timed;
 use super::{Lab, Readings, Shim};
+use crate::timed::timed;
 
 /// Containers of a pod.
 pub(super) const POD: usize = 10;

@@ -1,14 +1,10 @@
 //! One container at a time: start, end, exec.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use firn_lab::IMAGE;
-use firn_node::Node;
 
 use super::{Lab, Readings, Shim};
-
-/// Prints the microseconds that a command took; its own output goes to standard error.
-const TIMED: &str =
-    r#"begun=$EPOCHREALTIME; "$@" >&2; ended=$EPOCHREALTIME; echo $((${ended/./} - ${begun/./}))"#;
+use crate::timed::timed;
 
 /// Execs in one container: a round has several, because creating the container takes longer.
 const EXECS: usize = 4;
@@ -42,17 +38,4 @@ pub(super) fn execs(lab: &Lab<'_>, shim: Shim) -> Result<Readings> {
     node.run(&["ctr", "tasks", "rm", "--force", "execs"])?;
     node.run(&["ctr", "containers", "rm", "execs"])?;
     readings
-}
-
-/// Milliseconds that a command takes in the node.
-pub(super) fn timed(node: &Node, argv: &[String]) -> Result<f64> {
-    let words = argv.iter().map(String::as_str);
-    let timer = ["bash", "-euc", TIMED, "timed"];
-    let output = node.run(&timer.into_iter().chain(words).collect::<Vec<_>>())?;
-    let micros: f64 = output
-        .stdout
-        .trim()
-        .parse()
-        .with_context(|| format!("no time in {:?}", output.stdout))?;
-    Ok(micros / 1000.0)
 }

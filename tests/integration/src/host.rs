@@ -1,6 +1,5 @@
 //! A node with simulated GPUs and firn installed.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -19,6 +18,7 @@ fn image(built: &Built) -> Image {
         .program(built.program("gpu-sample"), "/bin/gpu-sample")
         .program(built.program("unix-talk"), "/bin/unix-talk")
         .program(built.program("device-free"), "/bin/device-free")
+        .program(built.program("memory-hog"), "/bin/memory-hog")
 }
 
 /// Where the shim is on a node.
@@ -37,9 +37,6 @@ const WATCHER: &str = include_str!("watcher.sh");
 
 /// How much of containerd's log is shown for a test that failed.
 const SHOWN: usize = 80;
-
-/// Environment variable that keeps the nodes of trials that fail.
-const KEEP: &str = "FIRN_KEEP";
 
 /// How long a node may take to be rid of what a container had.
 const GONE: Duration = Duration::from_secs(30);
@@ -66,6 +63,12 @@ impl GpuHost {
     /// Starts a node with these GPUs.
     pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
+    }
+
+    /// As [`GpuHost::start`], with containerd's data on the disk of the target directory.
+    pub fn start_on_disk(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
+        let node = Node::builder(suite).name(name).disk(true).start()?;
+        Self::set_up_on(node, built, gpus, DRIVER)
     }
 
     /// As [`GpuHost::start`], with a cgroup version and a driver version.
@@ -470,29 +473,6 @@ fn options_of_edits(edits: &Value) -> Vec<String> {
         Some(["--mount".to_owned(), bind])
     });
     devices.chain(mounts).flatten().collect()
-}
-
-/// Runs a story on these nodes. When it fails, what containerd logged on them is printed.
-pub fn on<const N: usize>(
-    mut hosts: [GpuHost; N],
-    story: impl FnOnce(&mut [GpuHost; N]) -> Result<()>,
-) -> Result<()> {
-    let ended = catch_unwind(AssertUnwindSafe(|| story(&mut hosts)));
-    let failed = match &ended {
-        Ok(Ok(())) => false,
-        Ok(Err(error)) => !error.is::<Skip>(),
-        Err(_) => true,
-    };
-    if failed {
-        hosts.iter().for_each(|host| eprintln!("{}", host.log()));
-        if std::env::var_os(KEEP).is_some() {
-            for host in hosts {
-                eprintln!("kept: cargo xtask node shell {}", host.node.name());
-                host.leave()?;
-            }
-        }
-    }
-    ended.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// A name for the node of a test.

@@ -6,11 +6,17 @@
 
 use std::fmt;
 use std::num::NonZero;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 
 use anyhow::{Error, Result};
 use firn_node::Platform;
 use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
+
+use crate::GpuHost;
+
+/// Environment variable that keeps the nodes of trials that fail.
+const KEEP: &str = "FIRN_KEEP";
 
 /// A case of a suite; [`cases`](crate::cases) makes it.
 #[derive(Clone, Copy)]
@@ -105,6 +111,29 @@ pub fn run(cases: &[Case]) -> ExitCode {
 pub fn run_with(cases: &[Case], others: impl IntoIterator<Item = Trial>) -> ExitCode {
     let trials = cases.iter().flat_map(|case| case.trials());
     run_trials(trials.chain(others).collect()).exit_code()
+}
+
+/// Runs a story on these nodes. When it fails, what containerd logged on them is printed.
+pub fn on<const N: usize>(
+    mut hosts: [GpuHost; N],
+    story: impl FnOnce(&mut [GpuHost; N]) -> Result<()>,
+) -> Result<()> {
+    let ended = catch_unwind(AssertUnwindSafe(|| story(&mut hosts)));
+    let failed = match &ended {
+        Ok(Ok(())) => false,
+        Ok(Err(error)) => !error.is::<Skip>(),
+        Err(_) => true,
+    };
+    if failed {
+        hosts.iter().for_each(|host| eprintln!("{}", host.log()));
+        if std::env::var_os(KEEP).is_some() {
+            for host in hosts {
+                eprintln!("kept: cargo xtask node shell {}", host.node().name());
+                host.leave()?;
+            }
+        }
+    }
+    ended.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Why a trial cannot run on this machine.

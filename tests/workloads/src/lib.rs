@@ -7,3 +7,4 @@ pub mod children;
 pub mod counter;
 pub mod driver;
 pub mod habits;
+pub mod huge;

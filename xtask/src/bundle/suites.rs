@@ -50,7 +50,7 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 11] = [
+const PROGRAMS: [&str; 13] = [
     "firn-gpu",
     "firn-hook",
     "libfirn_criu.so",
@@ -61,6 +61,8 @@ const PROGRAMS: [&str; 11] = [
     "gpu-sample",
     "stall-fs",
     "device-free",
+    "memory-hog",
+    "memory-pool",
     "unix-talk",
 ];
 
