@@ -1,8 +1,9 @@
 //! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
 
 use std::process::{Command, ExitCode};
+use std::thread;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
 
@@ -239,6 +240,35 @@ fn what_firn_cannot_copy_criu_copies(platform: Platform) -> Result<()> {
     })
 }
 
+/// Copies of one image begin at once: each has its own memory, and the store what it had.
+fn four_copies_begin_at_once(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-copies", 1)?], |[host]| {
+        image(host)?;
+        let stored = extents(host)?;
+        let host: &GpuHost = host;
+        let copies = thread::scope(|scope| -> Result<Vec<Container<'_>>> {
+            let restore = |number| {
+                let id = format!("copy-{number}");
+                scope.spawn(move || Container::restore(host, &id, "checkpoint/job", 1))
+            };
+            let begun: Vec<_> = (0..4).map(restore).collect();
+            let ended = begun.into_iter().map(|copy| match copy.join() {
+                Ok(copy) => Ok(copy?.0),
+                Err(_) => bail!("a restore panicked"),
+            });
+            ended.collect()
+        })?;
+        for copy in &copies {
+            copy.goes_on(3)?;
+        }
+        for copy in copies {
+            copy.remove()?;
+        }
+        ensure!(extents(host)? == stored, "the store has changed");
+        host.idle()
+    })
+}
+
 /// What an annotation chooses, where the operator allows it.
 fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     on([host(platform, "sm-chosen", 1)?], |[host]| {
@@ -280,6 +310,7 @@ fn main() -> ExitCode {
         a_family_that_shares_memory_moves_too [FORKY, TRIXIE];
         the_image_gets_memory_by_firn [FORKY_V2, TRIXIE];
         what_firn_cannot_copy_criu_copies [FORKY, TRIXIE];
+        four_copies_begin_at_once [FORKY_V2, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
     })
 }
