@@ -11,10 +11,13 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::GpuHost;
+use crate::{GpuHost, reader};
 
 /// Media type of the CRIU images.
 const CRIU: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+
+/// Where containerd keeps content.
+const CONTENT: &str = "/var/lib/containerd/io.containerd.content.v1.content";
 
 /// A checkpoint image.
 pub struct Archive {
@@ -39,6 +42,28 @@ impl Archive {
         let outer = read_json(&layout.path().join("index.json"))?;
         let index = read_json(&blob(layout.path(), &outer["manifests"][0])?)?;
         Ok(Self { layout, index })
+    }
+
+    /// Checks CRIU's images by the documents of the format. `store` has what is not in them.
+    pub fn check(host: &GpuHost, image: &str, store: &Path) -> Result<()> {
+        let listed = format!("name=={image}");
+        let printed = host.node().run(&["ctr", "images", "list", &listed])?.stdout;
+        let digest = printed
+            .split_ascii_whitespace()
+            .find_map(|word| word.strip_prefix("sha256:"));
+        let content = host.node().path(CONTENT);
+        let index = content
+            .join("blobs/sha256")
+            .join(digest.context("no such image")?);
+        let index = read_json(&index)?;
+        let manifests = index["manifests"].as_array().context("no manifests")?;
+        let Some(part) = manifests.iter().find(|part| part["mediaType"] == CRIU) else {
+            return Ok(());
+        };
+        let dir = tempfile::tempdir()?;
+        let packed = blob(&content, part)?;
+        tar(&["-xf".as_ref(), &packed, "-C".as_ref(), dir.path()])?;
+        reader::check(dir.path(), store).map(drop)
     }
 
     /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out:

@@ -15,6 +15,9 @@ const STEP: Duration = Duration::from_secs(60);
 /// How long a node may take to be rid of what a container had.
 const GONE: Duration = Duration::from_secs(30);
 
+/// The store of nodes that have one.
+pub const STORE: &str = "/srv/store";
+
 /// Where containerd keeps bundles.
 pub const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
 
@@ -175,9 +178,9 @@ impl<'h> Container<'h> {
             image,
         ])
         .with_context(|| self.criu_errors())?;
-        Ok(Move {
-            took: begun.elapsed(),
-        })
+        let took = begun.elapsed();
+        Archive::check(self.host, image, &node.path(STORE)).context("read by the documents")?;
+        Ok(Move { took })
     }
 
     /// The errors in CRIU's log of its last checkpoint, for the message of a test that fails.

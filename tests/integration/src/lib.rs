@@ -17,6 +17,7 @@ mod gpu;
 mod host;
 pub mod matrix;
 mod output;
+mod reader;
 mod stall;
 mod task;
 
