@@ -1,5 +1,7 @@
 //! Numbers as people read them.
 
+use std::time::Duration;
+
 /// Bytes in the largest binary unit that keeps at least one digit before the point.
 pub fn bytes(count: u64) -> String {
     const UNITS: [(&str, u64); 4] = [
@@ -15,6 +17,13 @@ pub fn bytes(count: u64) -> String {
             format!("{}.{} {unit}", tenths / 10, tenths % 10)
         }
     }
+}
+
+/// Bytes in a second.
+pub fn rate(count: u64, seconds: f64) -> String {
+    let nanoseconds = Duration::try_from_secs_f64(seconds).map_or(u128::MAX, |time| time.as_nanos());
+    let rate = u128::from(count) * 1_000_000_000 / nanoseconds.max(1);
+    format!("{}/s", bytes(u64::try_from(rate).unwrap_or(u64::MAX)))
 }
 
 /// Version of CUDA from the number that the driver gives.
@@ -37,6 +46,17 @@ mod tests {
             (u64::MAX, "16777216.0 TiB"),
         ] {
             assert_eq!(bytes(count), text);
+        }
+    }
+
+    #[test]
+    fn rates_are_those_of_a_second() {
+        for (count, seconds, text) in [
+            (3 << 30, 2.0, "1.5 GiB/s"),
+            (0, 0.0, "0 B/s"),
+            (1024, 0.5, "2.0 KiB/s"),
+        ] {
+            assert_eq!(rate(count, seconds), text);
         }
     }
 

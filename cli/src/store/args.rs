@@ -23,7 +23,8 @@ pub enum StoreCommand {
 /// Which store, and how the result is shown.
 #[derive(Debug, clap::Args)]
 pub struct Common {
-    /// The store. Default: `[images] store` of the configuration.
+    /// The store: a directory, for `ls` and `verify` also s3://BUCKET/PREFIX. Default: `[images] store` of
+    /// the configuration.
     #[arg(long, value_name = "DIR")]
     pub store: Option<PathBuf>,
     /// Print JSON.
@@ -92,14 +93,16 @@ pub struct GcArgs {
     pub common: Common,
 }
 
-/// Copy memory into another store, such as one on a shared file system.
+/// Copy memory into another store: on a shared file system, or in a bucket of an object store.
 ///
-/// What is there already is not copied again. A directory that is absent or empty becomes a store.
+/// What is there already is not copied again. A directory that is absent or empty becomes a store, and so
+/// does a prefix of a bucket. The environment has what the bucket needs: AWS_ACCESS_KEY_ID,
+/// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others that begin with AWS_.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 all is there, 1 it failed, and can be tried again, 2 wrong usage.")]
 pub struct PushArgs {
-    /// The other store: a directory, or file:///DIR.
-    pub url: String,
+    /// The other store: a directory, file:///DIR, or s3://BUCKET/PREFIX.
+    pub url: PathBuf,
     /// A checkpoint, by its id in `firn store ls`. Default: all.
     pub id: Option<String>,
     #[command(flatten)]
@@ -108,12 +111,13 @@ pub struct PushArgs {
 
 /// Copy the memory of a checkpoint from another store into that of this node.
 ///
-/// What is there already is not copied again. Everything is compared with its checksums.
+/// What is there already is not copied again. Everything is compared with its checksums. For a bucket the
+/// environment is read as by `firn store push`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 it is there, 1 it failed, and can be tried again, 2 wrong usage.")]
 pub struct PullArgs {
-    /// The other store: a directory, or file:///DIR.
-    pub url: String,
+    /// The other store: a directory, file:///DIR, or s3://BUCKET/PREFIX.
+    pub url: PathBuf,
     /// The checkpoint, by its id; the first digits are enough.
     pub id: String,
     #[command(flatten)]

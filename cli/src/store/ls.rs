@@ -14,12 +14,12 @@ use crate::text;
 
 /// True: all checkpoints are complete.
 pub fn run(args: &LsArgs) -> Result<bool> {
-    let store = super::open(&args.common)?;
-    let contents = Contents::read(&store)?;
+    let store = super::place(&args.common)?.open()?;
+    let contents = Contents::read(&*store)?;
     match args.common.json {
         true => {
             let images: Vec<_> = contents.images.iter().map(as_json).collect();
-            output::json(&json!({"store": store.root(), "id": store.id(), "images": images}))?;
+            output::json(&json!({"store": store.place(), "id": store.id(), "images": images}))?;
         }
         false => print(&contents.images),
     }

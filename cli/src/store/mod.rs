@@ -2,25 +2,29 @@
 
 mod archive;
 pub mod args;
+mod bucket;
 mod gc;
 mod keep;
 mod ls;
+mod origin;
 mod progress;
 mod threads;
 mod transfer;
 mod usage;
 mod verify;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use firn_config::Config;
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Store, StoreError};
+use firn_image::store::{Digest, Store};
 use serde_json::json;
 
 use crate::output::{self, line};
 use args::{Common, PinArgs, StoreCommand};
+use bucket::Bucket;
+use origin::Origin;
 
 /// Digits of an id that a person is shown.
 const SHORT: usize = 16;
@@ -31,12 +35,15 @@ enum NameError {
     #[error("neither --store nor `[images] store` of the configuration names a store")]
     #[problem("FIRN-STORE-UNUSABLE", "name it: `firn store ls --store DIR`")]
     NoStore,
+    #[error("{url} is neither a directory nor a bucket")]
+    #[problem("FIRN-STORE-UNUSABLE", "write DIR, file:///DIR or s3://BUCKET/PREFIX")]
+    Scheme { url: String },
     #[error("{url} is no directory")]
     #[problem(
         "FIRN-STORE-UNUSABLE",
-        "memory is copied between directories; mount the other place and name its directory"
+        "only `ls`, `verify` without --repair, `push` and `pull` work with a bucket; name a directory"
     )]
-    Scheme { url: String },
+    NoDirectory { url: String },
     #[error("the store has no checkpoint {id}")]
     #[problem("FIRN-STORE-MISSING", "`firn store ls` lists those that it has")]
     None { id: String },
@@ -78,22 +85,58 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
     Ok(true)
 }
 
-/// The store that the command or the configuration names.
-fn open(common: &Common) -> Result<Store> {
-    shown(Store::open(&root(common)?))
+/// Where a store is.
+enum Place {
+    Dir(PathBuf),
+    /// By its URL.
+    Bucket(String),
 }
 
-fn root(common: &Common) -> Result<PathBuf> {
-    if let Some(root) = &common.store {
-        return Ok(root.clone());
+impl Place {
+    fn of(name: &Path) -> Result<Self> {
+        let text = name.to_str().unwrap_or_default();
+        match text.split_once("://") {
+            None => Ok(Self::Dir(name.to_owned())),
+            Some(("file", path)) => Ok(Self::Dir(path.into())),
+            Some(("s3", _)) => Ok(Self::Bucket(text.to_owned())),
+            Some(_) => Err(NameError::Scheme { url: text.to_owned() }.report().into()),
+        }
+    }
+
+    /// Opens it to be read.
+    fn open(&self) -> Result<Box<dyn Origin>> {
+        Ok(match self {
+            Self::Dir(path) => Box::new(shown(Store::open(path))?),
+            Self::Bucket(url) => Box::new(shown(Bucket::open(url))?),
+        })
+    }
+
+    /// The directory; a bucket is refused.
+    fn directory(self) -> Result<PathBuf> {
+        match self {
+            Self::Dir(path) => Ok(path),
+            Self::Bucket(url) => Err(NameError::NoDirectory { url }.report().into()),
+        }
+    }
+}
+
+/// The store that the command or the configuration names.
+fn open(common: &Common) -> Result<Store> {
+    shown(Store::open(&place(common)?.directory()?))
+}
+
+fn place(common: &Common) -> Result<Place> {
+    if let Some(store) = &common.store {
+        return Place::of(store);
     }
     let config = Config::load().map_err(ProblemReport::from)?;
-    Ok(config.images.store.ok_or_else(|| NameError::NoStore.report())?)
+    let store = config.images.store.ok_or_else(|| NameError::NoStore.report())?;
+    Ok(Place::Dir(store))
 }
 
 /// The index whose name begins so.
-fn find(store: &Store, id: &str) -> Result<Digest> {
-    let images = store.images().map_err(ProblemReport::from)?;
+fn find(store: &dyn Origin, id: &str) -> Result<Digest> {
+    let images = shown(store.images())?;
     let mut found = images
         .into_iter()
         .filter(|image| image.to_string().starts_with(id));
@@ -111,6 +154,6 @@ fn short(id: &Digest) -> String {
 }
 
 /// What a store's error is to a person.
-fn shown<T>(result: Result<T, StoreError>) -> Result<T> {
+fn shown<T, P: Problem>(result: Result<T, P>) -> Result<T> {
     Ok(result.map_err(ProblemReport::from)?)
 }

@@ -1,26 +1,28 @@
-//! `firn store push` and `pull`: memory goes to another store, and comes from there.
+//! `firn store push` and `pull`: copy the memory of checkpoints between stores.
 //!
-//! What is copied is compared with its name. Extents get their place batch by batch: a copy that was cut off
-//! goes on where it was.
+//! What is copied is compared with its name. Extents come before the index that names them, and get their
+//! place as they come: a copy that was cut off goes on where it was, and leaves no index without its extents.
 
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use anyhow::Result;
 use firn_config::Config;
-use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, EXTENT, Store, StoreError, Writer};
+use firn_host::ProblemReport;
+use firn_image::store::{Digest, Store, Writer};
 use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Common, PullArgs, PushArgs};
+use super::bucket::Bucket;
+use super::origin::{Fault, Origin};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{NameError, find, open, root, short, shown, threads};
+use super::{Place, find, open, place, short, shown, threads};
 use crate::output::{self, line};
 use crate::text;
 
-/// Extents after which those that were copied get their place: 1 GiB.
+/// Extents after which those that were copied get their place in a directory: 1 GiB.
 const BATCH: usize = 256;
 
 /// A checkpoint that was copied.
@@ -31,6 +33,7 @@ struct Copied {
     written: u64,
     /// Those that were there already.
     reused: u64,
+    seconds: f64,
 }
 
 /// True: all is there now.
@@ -40,34 +43,58 @@ pub fn push(args: &PushArgs) -> Result<bool> {
         Some(id) => vec![find(&from, id)?],
         None => shown(from.images())?.into_iter().collect(),
     };
-    let to = shown(Store::create(&place(&args.url)?))?;
-    let copied = images.into_iter().map(|image| copy(&from, &to, None, image));
-    print(&args.common, &copied.collect::<Result<Vec<_>>>()?)
+    let images = images.into_iter();
+    let copied: Result<Vec<Copied>> = match Place::of(&args.url)? {
+        Place::Dir(path) => {
+            let to = shown(Store::create(&path))?;
+            images.map(|id| copy(&from, &to, None, id)).collect()
+        }
+        Place::Bucket(url) => {
+            let to = shown(Bucket::create(&url))?;
+            images.map(|id| shown(send(&from, &to, id))).collect()
+        }
+    };
+    print(&args.common, &copied?)
 }
 
 /// True: it is there now.
 pub fn pull(args: &PullArgs) -> Result<bool> {
-    let from = shown(Store::open(&place(&args.url)?))?;
-    let image = find(&from, &args.id)?;
-    let to = shown(Store::create(&root(&args.common)?))?;
+    let from = Place::of(&args.url)?.open()?;
+    let image = find(&*from, &args.id)?;
+    let to = shown(Store::create(&place(&args.common)?.directory()?))?;
     let cap = match &args.common.store {
         Some(_) => None,
         None => Config::load().map_err(ProblemReport::from)?.images.store_cap,
     };
-    print(&args.common, &[copy(&from, &to, cap, image)?])
+    print(&args.common, &[copy(&*from, &to, cap, image)?])
 }
 
-/// The directory of another store.
-fn place(url: &str) -> Result<PathBuf> {
-    let path = url.strip_prefix("file://").unwrap_or(url);
-    match path.contains("://") {
-        true => Err(NameError::Scheme { url: url.to_owned() }.report().into()),
-        false => Ok(path.into()),
-    }
+/// Copies into a bucket.
+fn send(from: &Store, to: &Bucket, id: Digest) -> Result<Copied, Fault> {
+    let begun = Instant::now();
+    let (index, bytes) = from.verified_index(&id)?;
+    let extents: Vec<(Digest, u64)> = distinct(&index).into_iter().collect();
+    let total = extents.iter().map(|(_, length)| length).sum();
+    let (progress, written) = (Progress::new("copied", total), AtomicU64::new(0));
+    let send = |(extent, length): &(Digest, u64), buffer: &mut [u8]| {
+        if !to.has(extent, *length)? {
+            let buffer = part(buffer, *length);
+            from.read(extent, buffer)?;
+            to.put_extent(extent, buffer)?;
+            written.fetch_add(*length, Ordering::Relaxed);
+        }
+        progress.add(*length);
+        Ok::<(), Fault>(())
+    };
+    threads::each(to.threads(), &extents, send)?;
+    to.put_index(&id, bytes)?;
+    Ok(Copied::new(id, written.into_inner(), total, begun))
 }
 
-fn copy(from: &Store, to: &Store, cap: Option<u64>, id: Digest) -> Result<Copied> {
-    let (index, bytes) = (shown(from.index(&id))?, shown(from.index_bytes(&id))?);
+/// Copies into a directory.
+fn copy(from: &dyn Origin, to: &Store, cap: Option<u64>, id: Digest) -> Result<Copied> {
+    let begun = Instant::now();
+    let (index, bytes) = shown(from.index(&id))?;
     let extents: Vec<(Digest, u64)> = distinct(&index).into_iter().collect();
     let total = extents.iter().map(|(_, length)| length).sum();
     let progress = Progress::new("copied", total);
@@ -75,7 +102,7 @@ fn copy(from: &Store, to: &Store, cap: Option<u64>, id: Digest) -> Result<Copied
     let copied = extents.chunks(BATCH).try_for_each(|batch| {
         let copied = copy_batch(from, &writer, batch, &progress);
         // Also what was copied before it failed.
-        writer.publish().and(copied)
+        writer.publish().map_err(Fault::from).and(copied)
     });
     if let Err(error) = copied {
         writer.abort();
@@ -83,32 +110,41 @@ fn copy(from: &Store, to: &Store, cap: Option<u64>, id: Digest) -> Result<Copied
     }
     let written = writer.written();
     shown(writer.finish_as(&bytes))?;
-    Ok(Copied {
-        id,
-        written,
-        reused: total - written,
-    })
+    Ok(Copied::new(id, written, total, begun))
 }
 
 fn copy_batch(
-    from: &Store,
+    from: &dyn Origin,
     writer: &Writer,
     batch: &[(Digest, u64)],
     progress: &Progress,
-) -> Result<(), StoreError> {
-    let next = AtomicUsize::new(0);
-    threads::all(|| {
-        let mut buffer = vec![0; EXTENT];
-        while let Some((extent, length)) = batch.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if !writer.has(extent, *length)? {
-                let buffer = &mut buffer[..usize::try_from(*length).unwrap_or(EXTENT)];
-                from.read(extent, buffer)?;
-                writer.put(buffer)?;
-            }
-            progress.add(*length);
+) -> Result<(), Fault> {
+    threads::each(from.threads(), batch, |(extent, length), buffer| {
+        if !writer.has(extent, *length)? {
+            let buffer = part(buffer, *length);
+            from.read(extent, buffer)?;
+            writer.put(buffer)?;
         }
+        progress.add(*length);
         Ok(())
     })
+}
+
+/// As much of a buffer as an extent needs.
+fn part(buffer: &mut [u8], length: u64) -> &mut [u8] {
+    let length = usize::try_from(length).unwrap_or(buffer.len());
+    &mut buffer[..length]
+}
+
+impl Copied {
+    fn new(id: Digest, written: u64, total: u64, begun: Instant) -> Self {
+        Self {
+            id,
+            written,
+            reused: total - written,
+            seconds: begun.elapsed().as_secs_f64(),
+        }
+    }
 }
 
 fn print(common: &Common, copied: &[Copied]) -> Result<bool> {
@@ -116,9 +152,14 @@ fn print(common: &Common, copied: &[Copied]) -> Result<bool> {
         output::json(&json!({"copied": copied}))?;
         return Ok(true);
     }
-    for Copied { id, written, reused } in copied {
-        let (written, reused) = (text::bytes(*written), text::bytes(*reused));
-        line!("{} copied: {written}, {reused} were there", short(id));
+    for copied in copied {
+        let (written, reused) = (text::bytes(copied.written), text::bytes(copied.reused));
+        let rate = text::rate(copied.written, copied.seconds);
+        let seconds = copied.seconds;
+        line!(
+            "{} copied: {written} in {seconds:.1} s ({rate}), {reused} were there",
+            short(&copied.id)
+        );
     }
     Ok(true)
 }

@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, HashMap};
 use anyhow::Result;
 use firn_config::Config;
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Index, Store};
+use firn_image::store::{Digest, Index};
 use serde::Serialize;
 
 use super::args::DuArgs;
+use super::origin::Origin;
 use super::shown;
 use crate::output::{self, line};
 use crate::text;
@@ -48,13 +49,14 @@ pub struct Contents {
 }
 
 impl Contents {
-    pub fn read(store: &Store) -> Result<Self> {
+    pub fn read(store: &dyn Origin) -> Result<Self> {
         let extents = shown(store.extents())?;
         let pinned = shown(store.pinned())?;
         let mut users: HashMap<Digest, u32> = HashMap::new();
         let mut read = Vec::new();
         for id in shown(store.images())? {
-            let index = store.index(&id).map_err(|error| error.report());
+            let index = store.index(&id);
+            let index = index.map(|(index, _)| index).map_err(|error| error.report());
             let used = index.as_ref().map(distinct).unwrap_or_default();
             for extent in used.keys() {
                 *users.entry(*extent).or_default() += 1;

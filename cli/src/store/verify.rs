@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Result;
 use firn_host::{Problem, ProblemReport};
@@ -11,9 +10,10 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::VerifyArgs;
+use super::origin::{Fault, Origin};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{find, open, short, shown, threads};
+use super::{find, place, short, shown, threads};
 use crate::output::{self, line};
 use crate::text;
 
@@ -39,16 +39,19 @@ impl Found {
 
 /// True: all is there and whole.
 pub fn run(args: &VerifyArgs) -> Result<bool> {
-    let store = open(&args.common)?;
-    let images = match &args.id {
-        Some(id) => vec![find(&store, id)?],
-        None => shown(store.images())?.into_iter().collect(),
+    let place = place(&args.common)?;
+    let found = match args.repair {
+        true => {
+            let store = shown(Store::open(&place.directory()?))?;
+            let found = look(&store, args)?;
+            repair(&store, &found)?;
+            Found {
+                repaired: true,
+                ..found
+            }
+        }
+        false => look(&*place.open()?, args)?,
     };
-    let mut found = compare(&store, images, args.id.is_none())?;
-    if args.repair {
-        repair(&store, &found)?;
-        found.repaired = true;
-    }
     match args.common.json {
         true => output::json(&json!(found))?,
         false => print(&found),
@@ -56,8 +59,16 @@ pub fn run(args: &VerifyArgs) -> Result<bool> {
     Ok(found.is_whole())
 }
 
+fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Found> {
+    let images = match &args.id {
+        Some(id) => vec![find(store, id)?],
+        None => shown(store.images())?.into_iter().collect(),
+    };
+    compare(store, images, args.id.is_none())
+}
+
 /// Reads these images, and with `all` also the extents that none of them has.
-fn compare(store: &Store, images: Vec<Digest>, all: bool) -> Result<Found> {
+fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> {
     let there = shown(store.extents())?;
     let mut found = Found {
         images: images.len(),
@@ -66,7 +77,7 @@ fn compare(store: &Store, images: Vec<Digest>, all: bool) -> Result<Found> {
     let mut indexes = Vec::new();
     for id in images {
         match store.index(&id) {
-            Ok(index) => indexes.push((id, distinct(&index))),
+            Ok((index, _)) => indexes.push((id, distinct(&index))),
             Err(error) => drop(found.damaged_images.insert(id, error.report())),
         }
     }
@@ -95,30 +106,27 @@ fn compare(store: &Store, images: Vec<Digest>, all: bool) -> Result<Found> {
 }
 
 /// The damaged ones among these, in order.
-fn read(store: &Store, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
+fn read(store: &dyn Origin, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
     let progress = Progress::new("verified", extents.iter().map(|(_, length)| length).sum());
-    let (next, damaged) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let work = || -> Result<(), StoreError> {
-        let mut buffer = vec![0; EXTENT];
-        while let Some((extent, length)) = extents.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if !is_whole(store, extent, *length, &mut buffer)? {
-                damaged
-                    .lock()
-                    .unwrap_or_else(|lock| lock.into_inner())
-                    .push(*extent);
-            }
-            progress.add(*length);
+    let damaged = Mutex::new(Vec::new());
+    let work = |(extent, length): &(Digest, u64), buffer: &mut [u8]| {
+        if !is_whole(store, extent, *length, buffer)? {
+            damaged
+                .lock()
+                .unwrap_or_else(|lock| lock.into_inner())
+                .push(*extent);
         }
-        Ok(())
+        progress.add(*length);
+        Ok::<(), Fault>(())
     };
-    shown(threads::all(work))?;
+    shown(threads::each(store.threads(), extents, work))?;
     let mut damaged = damaged.into_inner().unwrap_or_else(|lock| lock.into_inner());
     damaged.sort_unstable();
     Ok(damaged)
 }
 
 /// Whether an extent has the content of its name. One that is gone is whole: gc removes what is not needed.
-fn is_whole(store: &Store, extent: &Digest, length: u64, buffer: &mut [u8]) -> Result<bool, StoreError> {
+fn is_whole(store: &dyn Origin, extent: &Digest, length: u64, buffer: &mut [u8]) -> Result<bool, Fault> {
     let Some(buffer) = usize::try_from(length)
         .ok()
         .and_then(|length| buffer.get_mut(..length))
@@ -126,8 +134,9 @@ fn is_whole(store: &Store, extent: &Digest, length: u64, buffer: &mut [u8]) -> R
         return Ok(false);
     };
     match store.read(extent, buffer) {
-        Ok(()) | Err(StoreError::Missing { .. }) => Ok(true),
-        Err(StoreError::Extent { .. }) => Ok(false),
+        Ok(()) => Ok(true),
+        Err(error) if error.is_missing() => Ok(true),
+        Err(error) if error.is_damage() => Ok(false),
         Err(error) => Err(error),
     }
 }

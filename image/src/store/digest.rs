@@ -3,6 +3,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::layout::{EXTENTS, IMAGES};
 use crate::block_hash::hex;
 
 /// The BLAKE3 of an extent or of an index, written as 64 small hexadecimal digits.
@@ -14,6 +15,17 @@ impl Digest {
     /// That of these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(blake3::hash(bytes).into())
+    }
+
+    /// Where the extent of this name is, below a store's root.
+    pub fn extent_path(&self) -> String {
+        let name = self.to_string();
+        format!("{EXTENTS}/{}/{name}", &name[..2])
+    }
+
+    /// Where the index of this name is, below a store's root.
+    pub fn image_path(&self) -> String {
+        format!("{IMAGES}/{self}")
     }
 }
 

@@ -7,9 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{Digest, EXTENT};
 
-/// Largest index that is written or read: that of some four terabytes of memory.
-pub(super) const MAX_BYTES: u64 = 64 << 20;
-
 const FORMAT: &str = "firn-store-index";
 const VERSION: u64 = super::layout::VERSION;
 
@@ -70,6 +67,17 @@ impl Piece {
 }
 
 impl Index {
+    /// Largest index that is written or read: that of some four terabytes of memory.
+    pub const MAX_BYTES: u64 = 64 << 20;
+
+    /// Reads the file of this name.
+    pub fn from_bytes(bytes: &[u8], id: &Digest) -> Result<Self, IndexError> {
+        match Digest::of(bytes) == *id {
+            true => from_bytes(bytes),
+            false => Err(IndexError::Content),
+        }
+    }
+
     /// Every extent with its length, as often as it is used.
     pub fn extents(&self) -> impl Iterator<Item = (Option<Digest>, usize)> {
         self.pieces.iter().flat_map(Piece::extents)
@@ -128,7 +136,7 @@ pub enum IndexError {
     Version(u64),
     #[error("it holds an impossible value in {0}")]
     Value(&'static str),
-    #[error("it has more than {MAX_BYTES} bytes")]
+    #[error("it has more than {} bytes", Index::MAX_BYTES)]
     TooLarge,
     #[error("its content does not match its name")]
     Content,
@@ -159,7 +167,7 @@ pub(super) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
         index,
     };
     let bytes = serde_json::to_vec(&envelope)?;
-    match bytes.len() as u64 > MAX_BYTES {
+    match bytes.len() as u64 > Index::MAX_BYTES {
         true => Err(IndexError::TooLarge),
         false => Ok(bytes),
     }

@@ -14,27 +14,23 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg, OFlag, openat};
 use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::geteuid;
-use serde::{Deserialize, Serialize};
 
-use super::StoreError;
 use super::error::{io, is_wrong_kind};
+use super::{Description, StoreError};
 use crate::dir::UntrustedDir;
 
-const DESCRIPTION: &str = "firn-store.json";
+const DESCRIPTION: &str = Description::NAME;
 const LOCK: &str = "lock";
-pub(super) const EXTENTS: &str = "extents";
-pub(super) const IMAGES: &str = "images";
+/// Extents, each in a directory of the first two digits of its name.
+pub const EXTENTS: &str = "extents";
+/// Indexes.
+pub const IMAGES: &str = "images";
 /// Names of indexes that gc keeps. Made with the first.
 pub(super) const PINNED: &str = "pinned";
 /// What is being written, a directory for each writer.
 pub(super) const NEW: &str = "new";
 
-const FORMAT: &str = "firn-store";
 pub(super) const VERSION: u64 = 1;
-/// Largest description that is read.
-const MAX_DESCRIPTION: u64 = 64 << 10;
-/// Longest id of a store.
-const MAX_ID: usize = 64;
 
 /// What a directory may hold that becomes a store: what a killed maker has left, and what mkfs makes.
 const HARMLESS: [&str; 6] = [LOCK, EXTENTS, IMAGES, NEW, ".firn-store.json.tmp", "lost+found"];
@@ -45,13 +41,6 @@ const STEP: Duration = Duration::from_millis(20);
 
 /// For the owner alone.
 const PRIVATE: Mode = Mode::S_IRWXU;
-
-#[derive(Serialize, Deserialize)]
-struct Description {
-    format: String,
-    version: u64,
-    id: String,
-}
 
 /// The root of a store, which nobody else can enter.
 pub(super) fn root(path: &Path) -> Result<UntrustedDir, StoreError> {
@@ -128,12 +117,7 @@ pub(super) fn complete(dir: &UntrustedDir, root: &Path) -> Result<(), StoreError
     if has(dir, DESCRIPTION, root)? {
         return Ok(());
     }
-    let description = Description {
-        format: FORMAT.to_owned(),
-        version: VERSION,
-        id: random_id()?,
-    };
-    let bytes = serde_json::to_vec(&description).map_err(io("describe", root))?;
+    let bytes = Description::random()?.to_bytes(root)?;
     // Order matters: whoever sees the description finds the directories.
     atomic_file::write(&dir.path(), DESCRIPTION, &bytes, 0o600).map_err(io("write", root.join(DESCRIPTION)))
 }
@@ -143,32 +127,14 @@ pub(super) fn id(dir: &UntrustedDir, root: &Path) -> Result<String, StoreError> 
     let path = root.join(DESCRIPTION);
     let bytes = match dir
         .file(DESCRIPTION)
-        .and_then(|file| read_at_most(file, MAX_DESCRIPTION))
+        .and_then(|file| read_at_most(file, Description::MAX_BYTES))
     {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(absent(root)),
         Err(error) if is_wrong_kind(&error) => None,
         read => read.map_err(io("read", &path))?,
     };
-    let wrong = |source| StoreError::Description {
-        path: path.clone(),
-        source,
-    };
-    let bytes = bytes.ok_or_else(|| wrong(None))?;
-    let description: Description = serde_json::from_slice(&bytes).map_err(|error| wrong(Some(error)))?;
-    let is_id = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if description.format != FORMAT {
-        return Err(wrong(None));
-    }
-    if description.version != VERSION {
-        return Err(StoreError::Version {
-            path: root.to_owned(),
-            found: description.version,
-        });
-    }
-    match (1..=MAX_ID).contains(&description.id.len()) && description.id.bytes().all(is_id) {
-        true => Ok(description.id),
-        false => Err(wrong(None)),
-    }
+    let bytes = bytes.ok_or(StoreError::Description { path, source: None })?;
+    Ok(Description::from_bytes(&bytes, root)?.id().to_owned())
 }
 
 /// Takes the lock. `how` does not block: who holds it for long is reported.

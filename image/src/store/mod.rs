@@ -18,6 +18,7 @@
 //! - Extents and indexes are removed by `gc` alone, while it holds the lock.
 
 mod contents;
+mod description;
 mod digest;
 mod error;
 mod index;
@@ -34,10 +35,12 @@ use firn_host::UnlessAbsent;
 use firn_host::bounded::read_at_most;
 
 use crate::dir::UntrustedDir;
+pub use description::Description;
 pub use digest::{Digest, NotADigest};
 pub use error::StoreError;
 use error::{io, is_not_there, is_wrong_kind};
 pub use index::{Index, IndexError, Piece};
+pub use layout::{EXTENTS, IMAGES};
 pub use removal::Removal;
 pub use writer::Writer;
 pub(crate) use writer::is_zero;
@@ -110,12 +113,8 @@ impl Store {
         self.verified_index(id).map(|(index, _)| index)
     }
 
-    /// The content of an index, which another store can have as it is.
-    pub fn index_bytes(&self, id: &Digest) -> Result<Vec<u8>, StoreError> {
-        self.verified_index(id).map(|(_, bytes)| bytes)
-    }
-
-    fn verified_index(&self, id: &Digest) -> Result<(Index, Vec<u8>), StoreError> {
+    /// An index with its content, which another store can have as it is.
+    pub fn verified_index(&self, id: &Digest) -> Result<(Index, Vec<u8>), StoreError> {
         let path = || self.0.root.join(layout::IMAGES).join(id.to_string());
         let unusable = |error| match error {
             IndexError::Version(found) => StoreError::Version { path: path(), found },
@@ -128,12 +127,9 @@ impl Store {
             Err(error) if is_wrong_kind(&error) => return Err(unusable(IndexError::Content)),
             opened => opened.map_err(io("open", path()))?,
         };
-        let bytes = read_at_most(file, index::MAX_BYTES).map_err(io("read", path()))?;
+        let bytes = read_at_most(file, Index::MAX_BYTES).map_err(io("read", path()))?;
         let bytes = bytes.ok_or_else(|| unusable(IndexError::TooLarge))?;
-        if Digest::of(&bytes) != *id {
-            return Err(unusable(IndexError::Content));
-        }
-        Ok((index::from_bytes(&bytes).map_err(unusable)?, bytes))
+        Ok((Index::from_bytes(&bytes, id).map_err(unusable)?, bytes))
     }
 
     /// Reads an extent into a buffer of its length, and compares its content with its name.
@@ -200,8 +196,7 @@ impl Store {
     }
 
     fn extent_path(&self, extent: &Digest) -> PathBuf {
-        let name = extent.to_string();
-        self.0.root.join(layout::EXTENTS).join(&name[..2]).join(&name)
+        self.0.root.join(extent.extent_path())
     }
 
     fn missing_one(&self, kind: &'static str, digest: &Digest) -> StoreError {

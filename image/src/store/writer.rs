@@ -98,7 +98,7 @@ impl Writer {
         }
     }
 
-    /// As [`Writer::finish`], with an index of another store as [`Store::index_bytes`] has read it.
+    /// As [`Writer::finish`], with an index of another store as [`Store::verified_index`] has read it.
     pub fn finish_as(mut self, index: &[u8]) -> Result<Digest, StoreError> {
         let stored = self.publish().and_then(|()| self.publish_index(index));
         self.abort();

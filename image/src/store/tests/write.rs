@@ -144,10 +144,10 @@ fn an_index_of_another_store_stays_as_it_is() {
         "container":"c","host":"h","image":"/i","pieces":[],"more":[]}}"#;
     let digest = Digest::of(newer);
     fs::write(from.root().join("images").join(digest.to_string()), newer).unwrap();
-    let bytes = from.store.index_bytes(&digest).unwrap();
+    let bytes = from.store.verified_index(&digest).unwrap().1;
     let written = to.store.writer(None).unwrap().finish_as(&bytes).unwrap();
     assert_eq!(
-        (written, to.store.index_bytes(&digest).unwrap()),
+        (written, to.store.verified_index(&digest).unwrap().1),
         (digest, newer.to_vec())
     );
 }
