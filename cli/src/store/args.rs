@@ -16,6 +16,7 @@ pub enum StoreCommand {
     Gc(GcArgs),
     Push(PushArgs),
     Pull(PullArgs),
+    Export(ExportArgs),
     Pin(PinArgs),
     Unpin(PinArgs),
 }
@@ -120,6 +121,22 @@ pub struct PullArgs {
     pub url: PathBuf,
     /// The checkpoint, by its id; the first digits are enough.
     pub id: String,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Copy an image directory, with its memory from the store put into CRIU's files.
+///
+/// The copy needs no store: `firn restore --dir`, runc and CRIU restore it as it is.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
+)]
+pub struct ExportArgs {
+    /// The image directory of the checkpoint.
+    pub dir: PathBuf,
+    /// Where the copy is written: a directory that is empty or not there yet.
+    pub out: PathBuf,
     #[command(flatten)]
     pub common: Common,
 }

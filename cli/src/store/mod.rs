@@ -3,6 +3,7 @@
 mod archive;
 pub mod args;
 mod bucket;
+mod export;
 mod gc;
 mod keep;
 mod ls;
@@ -64,6 +65,7 @@ pub fn run(command: &StoreCommand) -> Result<bool> {
         StoreCommand::Gc(args) => gc::run(args),
         StoreCommand::Push(args) => transfer::push(args),
         StoreCommand::Pull(args) => transfer::pull(args),
+        StoreCommand::Export(args) => export::run(args),
         StoreCommand::Pin(args) => pin(args, true),
         StoreCommand::Unpin(args) => pin(args, false),
     }

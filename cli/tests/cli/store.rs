@@ -441,3 +441,16 @@ fn what_is_named_wrongly_is_reported() {
         all_output(&output)
     );
 }
+
+#[test]
+fn an_image_without_stored_memory_is_not_exported() {
+    let node = Node::new();
+    fs::create_dir(node.path("none")).expect("a directory");
+    for (image, code) in [("none", "FIRN-MANIFEST-MISSING"), ("image", "FIRN-EXPORT")] {
+        let output = node.firn(&["store", "export", image, "out", "--store", "store"]);
+        let shown = all_output(&output);
+        assert_eq!(output.status.code(), Some(1), "{shown}");
+        assert!(shown.contains(code) && shown.contains("hint: "), "{shown}");
+        assert!(!node.path("out").exists());
+    }
+}

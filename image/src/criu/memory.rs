@@ -62,6 +62,11 @@ pub struct Run {
 }
 
 impl Run {
+    /// Pages whose content is in the pages file.
+    pub fn present(at: Range<u64>) -> Self {
+        Self { at, flags: PRESENT }
+    }
+
     /// A part of it.
     pub fn part(&self, at: Range<u64>) -> Self {
         Self {

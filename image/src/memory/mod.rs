@@ -13,6 +13,7 @@
 
 pub mod call;
 mod error;
+mod export;
 mod fill;
 mod find;
 mod pages;
@@ -21,6 +22,7 @@ mod rest;
 mod save;
 
 pub use error::MemoryError;
+pub use export::{ExportError, export};
 pub use fill::fill;
 pub use find::find;
 pub use rest::{Kept, empty_discarded_pages, rest};

@@ -302,6 +302,34 @@ fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     })
 }
 
+/// An image that has got its memory back from the store is restored without it.
+fn an_exported_image_needs_no_store(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-export", 1)?], |[host]| {
+        host.configure(STORE)?;
+        let job = job(host, &["--runtime", host.runtime_for_options()?])?;
+        job.checkpoint_and_exit("/srv/image")?;
+        let before = job.lines()?.reached(1);
+        job.task(&["delete"])?;
+        let node = host.node();
+        node.run(&["firn", "store", "export", "/srv/image", "/srv/inline"])?;
+        let (image, inline) = (size(host, "/srv/image")?, size(host, "/srv/inline")?);
+        ensure!(image < REST && inline >= MIB, "{image} MiB became {inline} MiB");
+        node.run(&["rm", "-r", "/srv/store", "/srv/image"])?;
+        host.configure("")?;
+        let shown = node.run(&["firn", "inspect", "/srv/inline"])?.stdout;
+        ensure!(!shown.contains("store"), "{shown}");
+
+        node.run(&["firn", "restore", "--dir", "/srv/inline", "job"])?;
+        let lines = job.goes_on(3)?;
+        ensure!(
+            lines.0.iter().any(|line| line.iter == before + 1),
+            "it was started afresh"
+        );
+        job.remove()?;
+        host.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
@@ -312,5 +340,6 @@ fn main() -> ExitCode {
         what_firn_cannot_copy_criu_copies [FORKY, TRIXIE];
         four_copies_begin_at_once [FORKY_V2, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
+        an_exported_image_needs_no_store [FORKY, TRIXIE];
     })
 }
