@@ -11,6 +11,9 @@ mod dir;
 #[cfg(any(test, fuzzing, feature = "fixtures"))]
 #[doc(hidden)]
 pub mod fixtures;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 pub mod manifest;
 pub mod memory;
 pub mod store;

@@ -159,7 +159,7 @@ struct Envelope<I> {
 }
 
 /// The bytes of the file.
-pub(super) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
+pub(crate) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
     index.check().map_err(IndexError::Value)?;
     let envelope = Envelope {
         format: FORMAT.to_owned(),
@@ -174,7 +174,7 @@ pub(super) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
 }
 
 /// Checks format and version first: a newer firn may have changed what comes after.
-pub(super) fn from_bytes(bytes: &[u8]) -> Result<Index, IndexError> {
+fn from_bytes(bytes: &[u8]) -> Result<Index, IndexError> {
     let head: Head = serde_json::from_slice(bytes)?;
     if head.format != FORMAT {
         return Err(IndexError::Format);

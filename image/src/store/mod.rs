@@ -39,6 +39,8 @@ pub use description::Description;
 pub use digest::{Digest, NotADigest};
 pub use error::StoreError;
 use error::{io, is_not_there, is_wrong_kind};
+#[cfg(any(test, fuzzing))]
+pub(crate) use index::to_bytes as write_index;
 pub use index::{Index, IndexError, Piece};
 pub use layout::{EXTENTS, IMAGES};
 pub use removal::Removal;
