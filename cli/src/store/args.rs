@@ -127,7 +127,7 @@ pub struct PullArgs {
 
 /// Copy an image directory, with its memory from the store put into CRIU's files.
 ///
-/// The copy needs no store: `firn restore --dir`, runc and CRIU restore it as it is.
+/// The copy needs no store: CRIU reads all of its memory. `firn restore --dir` restores it.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."

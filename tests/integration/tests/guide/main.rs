@@ -7,7 +7,7 @@ mod console;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -148,6 +148,26 @@ const PAGES: &[Story] = &[
         replace: &[],
     },
     Story {
+        path: "docs/guide/stores.md",
+        steps: &[
+            Do(counts_with_a_store),
+            A(1),
+            A(2),
+            Send("job.tar"),
+            Do(exchange_is_shared),
+            B(3),
+            Do(b_counts),
+            A(4),
+            Do(a_counts),
+            Do(without_a_store),
+        ],
+        // The suite remote_stores has an object store.
+        replace: &[
+            ("s3://checkpoints/train ID", "/srv/exchange $(ls exchange/images)"),
+            ("s3://checkpoints/train", "/srv/exchange"),
+        ],
+    },
+    Story {
         path: "docs/guide/time-slicing.md",
         steps: &[Left(1, "the suite pauses makes these calls with two containers")],
         replace: &[],
@@ -232,6 +252,33 @@ fn operated([a, b]: &[GpuHost; 2]) -> Result<()> {
     job.task(&["checkpoint", "--image-path", &format!("{DIR}/checkpoint")])?;
     let inventory = b.node().run(&["firn-gpu", "inventory"])?.stdout;
     a.node().write(format!("{DIR}/other-node.json"), inventory)
+}
+
+/// A job with large memory, on nodes as the page configures them.
+fn counts_with_a_store(hosts: &[GpuHost; 2]) -> Result<()> {
+    for host in hosts {
+        host.configure(
+            "[images]\nstore = \"/var/lib/firn/store\"\nstore-cap = \"2TiB\"\nbulk = \"store\"\n",
+        )?;
+    }
+    let job = Container::count_with(&hosts[0], "job", &["0"], 1, &[], &["--mib", "40"])?;
+    job.goes_on(2).map(drop)
+}
+
+/// Stands for the place that both nodes reach.
+fn exchange_is_shared([a, b]: &[GpuHost; 2]) -> Result<()> {
+    let dir = format!("{DIR}/exchange");
+    let (from, to) = (a.node().path(&dir), b.node().path(&dir));
+    let copied = Command::new("cp").arg("-a").args([from, to]).status()?;
+    ensure!(copied.success(), "cannot copy {dir}");
+    Ok(())
+}
+
+fn without_a_store(hosts: &[GpuHost; 2]) -> Result<()> {
+    hosts.iter().try_for_each(|host| {
+        host.configure("")?;
+        host.node().run(&["rm", "-r", "/var/lib/firn/store"]).map(drop)
+    })
 }
 
 fn paused([a, _]: &[GpuHost; 2]) -> Result<()> {
