@@ -1,5 +1,5 @@
 //! Reads checkpoint images by docs/reference/image-format.md and docs/reference/store.md, and by nothing else
-//! of firn: what these pages do not tell, it does not know.
+//! of firn: what is not on these pages, it does not know.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -169,6 +169,7 @@ mod tests {
         fs::write(image.path().join("pages-1.img"), &large).unwrap();
         fs::write(image.path().join("pstree.img"), "tree").unwrap();
         let blocks = large.chunks(4 << 20).flat_map(Sha256::digest).collect::<Vec<_>>();
+        let blocks = hex(&Sha256::digest(&blocks));
         let extent = blake3::hash(&large[..4 << 20]).to_hex();
         let length: u64 = 8 << 20;
         let index = json!({"format": "firn-store-index", "version": 1, "index": {"pieces": [
@@ -184,12 +185,12 @@ mod tests {
         fs::write(store.path().join("firn-store.json"), description).unwrap();
         let body = json!({"backend": "nvidia",
             "bulk": {"store": "here", "index": name.as_str(), "bytes": length}, "images": [
-            {"name": "pages-1.img", "size": large.len(), "sha256_of_blocks": hex(&Sha256::digest(&blocks))},
+            {"name": "pages-1.img", "size": large.len(), "sha256_of_blocks": blocks},
             {"name": "pstree.img", "size": 4, "sha256": hex(&Sha256::digest("tree"))}]});
         let body = body.to_string();
         let manifest = format!(
-            "{{\"format\":\"firn-checkpoint\",\"major\":1,\"minor\":0,\"needs\":[\"nvidia\",\"stored-memory\"],\
-             \"sha256\":\"{}\",\"body\":{body}}}",
+            "{{\"format\":\"firn-checkpoint\",\"major\":1,\"minor\":0,\
+             \"needs\":[\"nvidia\",\"stored-memory\"],\"sha256\":\"{}\",\"body\":{body}}}",
             hex(&Sha256::digest(&body))
         );
         fs::write(image.path().join("firn.json"), manifest).unwrap();
