@@ -26,6 +26,7 @@ pub enum Command {
     Resume(ResumeArgs),
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
+    Status(StatusArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
     #[command(subcommand)]
@@ -74,6 +75,25 @@ pub struct AuditArgs {
     /// it.
     #[arg(long, value_name = "DIR")]
     pub image_dir: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show the checkpoints, restores, pauses and moves that are in progress, and how far they are.
+///
+/// Reads the bundles of containerd's shims. Changes nothing.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 done, also if nothing is in progress, 1 failed, 2 wrong usage.")]
+pub struct StatusArgs {
+    /// Id of a container. Default: all.
+    pub id: Option<String>,
+    /// Only containers of this namespace of containerd.
+    #[arg(long, short)]
+    pub namespace: Option<String>,
+    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    pub state: PathBuf,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

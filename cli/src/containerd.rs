@@ -23,6 +23,9 @@ use tonic_prost::ProstCodec;
 
 pub use content::Descriptor;
 
+/// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
+pub const BUNDLES: &str = "io.containerd.runtime.v2.task";
+
 /// How long containerd may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);
 

@@ -18,6 +18,7 @@ mod output;
 mod plan;
 mod program;
 mod restore;
+mod status;
 mod store;
 mod text;
 
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         Command::Resume(args) => moves::resume(&args),
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Status(args) => status::run(&args),
         Command::Cdi(command) => cdi::run(&command),
         Command::Store(command) => store::run(&command),
     };

@@ -49,6 +49,18 @@ pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Prints rows in columns, below their heads.
+pub fn table<const N: usize>(head: [&str; N], rows: impl Iterator<Item = [String; N]>) {
+    let rows: Vec<[String; N]> = [head.map(str::to_owned)].into_iter().chain(rows).collect();
+    let width = |at: usize| rows.iter().map(|row| row[at].chars().count()).max();
+    let widths: Vec<usize> = (0..N).filter_map(width).collect();
+    for row in &rows {
+        let cells = row.iter().zip(&widths);
+        let cells = cells.map(|(cell, width)| format!("{cell:<width$}"));
+        line!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+    }
+}
+
 /// Prints text of firn itself.
 pub fn raw(text: &str) {
     record(io::Write::write_all(&mut io::stdout().lock(), text.as_bytes()));

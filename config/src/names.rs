@@ -137,6 +137,9 @@ pub const BUNDLE_OTHERS_CGROUP: &str = "firn-cgroup-of-others";
 /// without.
 pub const BUNDLE_EMPTY: &str = "firn-empty";
 
+/// File in the bundle that shows how far a copy of memory is, for as long as it lasts.
+pub const BUNDLE_PROGRESS: &str = "firn-progress.json";
+
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 

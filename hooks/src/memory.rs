@@ -5,7 +5,8 @@ use std::io::{Read, stdin};
 use anyhow::{Context, Result};
 use firn_host::{Problem, ProblemReport};
 use firn_image::memory::MemoryError;
-use firn_image::memory::call::{Request, complete, filled, kept, saved};
+use firn_image::memory::call::{Order, Request, complete, filled, kept, saved};
+use firn_image::memory::progress::showing;
 use serde::Serialize;
 
 /// Longest request that is read.
@@ -15,13 +16,14 @@ const REQUEST: u64 = 16 << 20;
 pub fn run() -> Result<()> {
     let mut request = Vec::new();
     stdin().take(REQUEST).read_to_end(&mut request)?;
-    let request: Request = serde_json::from_slice(&request).context("the request is not understood")?;
-    match request {
-        Request::Save(save) => answer(saved(save)),
-        Request::Rest(rest) => answer(kept(&rest)),
+    let Order { request, shown } =
+        serde_json::from_slice(&request).context("the request is not understood")?;
+    showing(shown.as_ref(), |counter| match request {
+        Request::Save(save) => answer(saved(save, counter)),
+        Request::Rest(rest) => answer(kept(&rest, counter)),
         Request::Look(stored) => answer(complete(&stored).map(|_| ())),
-        Request::Fill(fill) => answer(filled(&fill)),
-    }
+        Request::Fill(fill) => answer(filled(&fill, counter)),
+    })
 }
 
 fn answer<T: Serialize>(done: Result<T, MemoryError>) -> Result<()> {

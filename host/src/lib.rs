@@ -7,6 +7,7 @@
 pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
+pub mod clock;
 mod deleted_name;
 mod lexical;
 pub mod mountinfo;

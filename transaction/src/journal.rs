@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
-use firn_host::{Problem, UnlessAbsent};
+use firn_host::{Problem, UnlessAbsent, clock};
 use firn_preflight::Inherited;
 use serde::{Deserialize, Serialize};
 
@@ -169,11 +169,16 @@ enum Line {
         version: u32,
         boot: String,
         shim: u32,
+        /// When, in milliseconds since 1970; 0 in journals of earlier versions.
+        #[serde(default)]
+        at: u64,
         #[serde(flatten)]
         begin: Begin,
     },
     Enter {
         phase: Phase,
+        #[serde(default)]
+        at: u64,
     },
     Leave {
         phase: Phase,
@@ -244,6 +249,7 @@ impl Journal {
             version: VERSION,
             boot: boot(),
             shim: std::process::id(),
+            at: clock::now(),
             begin,
         };
         match journal.write(line).await {
@@ -276,7 +282,8 @@ impl Journal {
 
     /// `phase` is about to begin.
     pub async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
-        self.write(Line::Enter { phase }).await?;
+        let at = clock::now();
+        self.write(Line::Enter { phase, at }).await?;
         #[cfg(debug_assertions)]
         failpoint::trigger(phase).await;
         Ok(())
@@ -385,8 +392,14 @@ async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub begin: Begin,
+    /// Pid of the shim.
+    pub shim: u32,
+    /// When the transaction began, in milliseconds since 1970.
+    pub begun: u64,
     /// The phase that was entered last.
     pub phase: Option<Phase>,
+    /// When that was.
+    pub entered: u64,
     /// The driver was called to checkpoint GPU state.
     pub gpu_checkpointing: bool,
     /// What the image directory was; none before it was written to.
@@ -428,15 +441,19 @@ impl Record {
         let Some(Line::Begin {
             version: VERSION,
             boot: of,
+            shim,
+            at,
             begin,
-            ..
         }) = lines.next()
         else {
             return None;
         };
         let mut record = Self {
             begin,
+            shim,
+            begun: at,
             phase: None,
+            entered: at,
             gpu_checkpointing: false,
             image_was: None,
             image_id: None,
@@ -455,8 +472,9 @@ impl Record {
     fn add(&mut self, line: Line) {
         match line {
             Line::Begin { .. } => {}
-            Line::Enter { phase } => {
+            Line::Enter { phase, at } => {
                 self.phase = Some(phase);
+                self.entered = at;
                 self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
             }
             Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,

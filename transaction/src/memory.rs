@@ -4,12 +4,20 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
+use firn_config::names;
 use firn_host::{Chain, Problem, ProblemReport};
-use firn_image::memory::call::Request;
+use firn_image::memory::call::{Order, Request};
+use firn_image::memory::progress::{self, Progress, Shown};
 use serde::de::DeserializeOwned;
+use tokio::time::sleep;
 
+use crate::blocking::{remove, tidy};
 use crate::cancel::CancellationToken;
+use crate::phase::Phase;
 use crate::reaper::{OutputError, Reaper};
+
+/// How often it is logged how far a copy is.
+const STEP: Duration = Duration::from_secs(2);
 
 /// A copy that failed.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -53,21 +61,33 @@ pub(crate) struct Copier {
     pub hook: PathBuf,
     pub reaper: Reaper,
     pub limit: Duration,
+    pub container: String,
+    pub bundle: PathBuf,
 }
 
 impl Copier {
     /// Does what is asked for, unless the container is to end meanwhile.
     pub(crate) async fn ask<T: DeserializeOwned>(
         &self,
-        request: &Request,
+        request: Request,
         cancel: &CancellationToken,
     ) -> Result<T, CopyError> {
         let program = |why: String| CopyError::Program { why };
-        let input = serde_json::to_vec(request).map_err(|error| program(error.to_string()))?;
+        let shown = phase(&request).map(|phase| Shown {
+            file: self.bundle.join(names::BUNDLE_PROGRESS),
+            phase: phase.name().to_owned(),
+        });
+        let file = shown.as_ref().map(|shown| shown.file.clone());
+        let order = Order { request, shown };
+        let input = serde_json::to_vec(&order).map_err(|error| program(error.to_string()))?;
         let mut command = Command::new(&self.hook);
         command.arg("memory");
         let output = self.reaper.output_with_input(&mut command, &input, self.limit);
-        let output = cancel.unless_cancelled(output).await.ok_or(CopyError::Killed)?;
+        let output = cancel.unless_cancelled(self.logged(file.clone(), output)).await;
+        if let Some(file) = file {
+            remove("remove the progress of a copy", file, progress::remove).await;
+        }
+        let output = output.ok_or(CopyError::Killed)?;
         let output = output.map_err(|error| match error {
             OutputError::TimedOut { .. } => CopyError::Late { limit: self.limit },
             error => program(Chain(&error).to_string()),
@@ -76,5 +96,45 @@ impl Copier {
         let done: Result<T, ProblemReport> =
             serde_json::from_slice(&printed).map_err(|error| program(error.to_string()))?;
         done.map_err(CopyError::Failed)
+    }
+
+    /// Waits for a copy, and logs how far it is if it takes long.
+    async fn logged<T>(&self, file: Option<PathBuf>, copy: impl Future<Output = T>) -> T {
+        let log = async {
+            loop {
+                sleep(STEP).await;
+                let file = file.clone();
+                let read = move || file.as_deref().and_then(Progress::read);
+                if let Some(progress) = tidy("read the progress of a copy", read).await {
+                    self.log(&progress);
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            done = copy => done,
+            never = log => never,
+        }
+    }
+
+    fn log(&self, progress: &Progress) {
+        let (container, Progress { phase, done, all, .. }) = (&self.container, progress);
+        let seconds = progress.elapsed().as_secs();
+        let left = progress
+            .left()
+            .map_or_else(String::new, |left| format!(" left_s={}", left.as_secs()));
+        let rate = progress.rate().unwrap_or(0);
+        log::info!(
+            "container={container} phase={phase} s={seconds} bytes={done} of={all} per_s={rate}{left}"
+        );
+    }
+}
+
+/// The phase whose progress is shown.
+fn phase(request: &Request) -> Option<Phase> {
+    match request {
+        Request::Save(_) | Request::Rest(_) => Some(Phase::CopyMemory),
+        Request::Fill(_) => Some(Phase::FillMemory),
+        Request::Look(_) => None,
     }
 }

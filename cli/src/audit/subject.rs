@@ -15,9 +15,7 @@ use firn_transaction::cgroup::Cgroup;
 use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;
-
-/// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
-const BUNDLES: &str = "io.containerd.runtime.v2.task";
+use crate::containerd::BUNDLES;
 
 /// Flag of a thread of the kernel, in its stat.
 const PF_KTHREAD: u64 = 0x0020_0000;

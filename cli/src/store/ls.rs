@@ -60,21 +60,7 @@ fn print(images: &[Image]) {
         "ZERO",
         "STATE",
     ];
-    let rows: Vec<[String; 8]> = images.iter().map(row).collect();
-    let width = |at: usize| {
-        let widths = rows.iter().map(|row| row[at].chars().count());
-        widths.max().unwrap_or(0).max(HEAD[at].len())
-    };
-    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
-    let print = |row: &[String; 8]| {
-        let cells = row
-            .iter()
-            .zip(&widths)
-            .map(|(cell, width)| format!("{cell:<width$}"));
-        line!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
-    };
-    print(&HEAD.map(str::to_owned));
-    rows.iter().for_each(print);
+    output::table(HEAD, images.iter().map(row));
     for image in images {
         if let Some(failure) = &image.failure {
             line!("{}: {failure}", short(&image.id));

@@ -7,6 +7,7 @@ mod documents;
 mod inspect;
 mod node;
 mod plan;
+mod status;
 mod store;
 
 use node::{Node, text};

@@ -1,5 +1,5 @@
 //! What the shim asks a program of its own for: copies take threads, memory and time that the shim does not
-//! have. `firn-hook memory` reads a [`Request`] and prints a result.
+//! have. `firn-hook memory` reads an [`Order`] and prints a result.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,9 +7,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
 use crate::store::{Index, Store};
+
+/// What is to be done, and where it is shown how far that is.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Order {
+    pub request: Request,
+    pub shown: Option<Shown>,
+}
 
 /// What is to be done.
 #[derive(Debug, Serialize, Deserialize)]
@@ -74,14 +82,16 @@ pub struct Saved {
 }
 
 /// Copies large memory into the store.
-pub fn saved(request: Save) -> Result<Saved, MemoryError> {
+pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     let bulk = find(&request.processes)?;
     if bulk.is_empty() {
         return Ok(Saved::default());
     }
+    let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
+    counter.expect(bytes);
     let store = Store::create(&request.store)?;
     let writer = store.writer(request.cap)?;
-    let pieces = match save(&bulk, &writer) {
+    let pieces = match save(&bulk, &writer, counter) {
         Ok(pieces) => pieces,
         Err(error) => {
             writer.abort();
@@ -97,7 +107,6 @@ pub fn saved(request: Save) -> Result<Saved, MemoryError> {
         image: request.image,
         pieces,
     };
-    let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
     let (written, reused) = (writer.written(), writer.reused());
     let memory = StoredMemory {
         store: store.id().to_owned(),
@@ -113,8 +122,8 @@ pub fn saved(request: Save) -> Result<Saved, MemoryError> {
 }
 
 /// Writes the pages files that CRIU has not written.
-pub fn kept(request: &Rest) -> Result<Kept, MemoryError> {
-    rest(&request.image, &request.processes, &request.bulk)
+pub fn kept(request: &Rest, counter: &Counter) -> Result<Kept, MemoryError> {
+    rest(&request.image, &request.processes, &request.bulk, counter)
 }
 
 /// The memory's index, of which the store has every extent.
@@ -131,9 +140,12 @@ pub fn complete(stored: &Stored) -> Result<(Store, Index), MemoryError> {
 }
 
 /// Fills the memory of restored processes. Returns the bytes that were written.
-pub fn filled(request: &Fill) -> Result<u64, MemoryError> {
+pub fn filled(request: &Fill, counter: &Counter) -> Result<u64, MemoryError> {
+    counter.expect(request.stored.memory.bytes);
     let (store, index) = complete(&request.stored)?;
-    fill(&store, &index, &request.pids)
+    // Nothing has to be written for these.
+    counter.add(index.zero_bytes());
+    fill(&store, &index, &request.pids, counter)
 }
 
 fn host() -> String {

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use firn_host::proc_maps;
 
+use super::progress::Counter;
 use super::{MemoryError, remote};
 use crate::store::{EXTENT, Index, Piece, Store};
 use crate::threads;
@@ -13,7 +14,12 @@ use crate::threads;
 /// Fills the memory that the index names, in the processes that have these pids on the host (by their pids in
 /// the container). Every extent is compared with its digest before it is written. Returns the bytes that were
 /// written.
-pub fn fill(store: &Store, index: &Index, pids: &BTreeMap<i32, i32>) -> Result<u64, MemoryError> {
+pub fn fill(
+    store: &Store,
+    index: &Index,
+    pids: &BTreeMap<i32, i32>,
+    counter: &Counter,
+) -> Result<u64, MemoryError> {
     let mut parts = Vec::new();
     for piece in &index.pieces {
         let outside = |at| MemoryError::Layout {
@@ -39,6 +45,7 @@ pub fn fill(store: &Store, index: &Index, pids: &BTreeMap<i32, i32>) -> Result<u
             let buffer = &mut buffer[..length];
             store.read(&digest, buffer)?;
             remote::write(pid, at, buffer)?;
+            counter.add(length as u64);
             Ok::<_, MemoryError>(length as u64)
         },
     )?;

@@ -17,6 +17,7 @@ mod export;
 mod fill;
 mod find;
 mod pages;
+pub mod progress;
 mod remote;
 mod rest;
 mod save;

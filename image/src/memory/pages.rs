@@ -6,6 +6,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Condvar, Mutex, PoisonError};
 
+use super::progress::Counter;
 use super::{Kept, MemoryError, remote};
 use crate::block_hash::Sums;
 use crate::checksums::ImageFile;
@@ -58,6 +59,7 @@ pub(super) fn pages(
     name: &str,
     blocks: &[Block],
     kept: &mut Kept,
+    counter: &Counter,
 ) -> Result<Vec<Run>, MemoryError> {
     let failed = |source| MemoryError::Pages {
         file: name.to_owned(),
@@ -69,6 +71,7 @@ pub(super) fn pages(
         taken: Condvar::new(),
     };
     let most = blocks.iter().map(Block::bytes).sum();
+    counter.expect(most);
     let sums = Sums::new(&file, most);
     let written = threads::each(
         blocks.len(),
@@ -88,6 +91,7 @@ pub(super) fn pages(
             read?;
             let written = file.write_all_at(&buffer[..kept], place);
             written.and_then(|()| sums.wrote(place, bytes)).map_err(failed)?;
+            counter.add(length);
             Ok::<_, MemoryError>((runs, length - bytes))
         },
     )?;

@@ -10,6 +10,7 @@ use firn_host::proc_maps;
 use serde::{Deserialize, Serialize};
 
 use super::pages::{BLOCK, Block, pages, replace};
+use super::progress::Counter;
 use super::{Bulk, MemoryError, Process};
 use crate::checksums::ImageFile;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
@@ -28,7 +29,12 @@ pub struct Kept {
 
 /// Writes the pages files of these processes that are links to /dev/null, without what the store has. `dir`
 /// is the image directory, to which nobody else writes.
-pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, MemoryError> {
+pub fn rest(
+    dir: &Path,
+    processes: &[Process],
+    bulk: &[Bulk],
+    counter: &Counter,
+) -> Result<Kept, MemoryError> {
     let mut kept = Kept::default();
     for process in processes {
         let Some(mut map) = Pagemap::read(dir, process.inside)? else {
@@ -44,7 +50,7 @@ pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, Me
             .collect();
         let vmas = vmas(dir, process.inside)?;
         let blocks = blocks(&map.runs, &in_store, &vmas, process.pid);
-        map.runs = pages(dir, &map.pages_name(), &blocks, &mut kept)?;
+        map.runs = pages(dir, &map.pages_name(), &blocks, &mut kept, counter)?;
         map.write(dir, &Pagemap::name(process.inside))?;
         if !in_store.is_empty() {
             advise_huge_pages(dir, process.inside, &in_store)?;
@@ -55,7 +61,7 @@ pub fn rest(dir: &Path, processes: &[Process], bulk: &[Bulk]) -> Result<Kept, Me
         file: "the directory".to_owned(),
         source,
     })?;
-    shared(dir, &names, processes, &mut kept)?;
+    shared(dir, &names, processes, &mut kept, counter)?;
     expect_no_discarded(dir, &names)?;
     Ok(kept)
 }
@@ -70,7 +76,13 @@ struct Place {
 
 /// Writes the pages files of shared memory, which CRIU names by inode and numbers among those of processes.
 /// It is read where a process has it mapped.
-fn shared(dir: &Path, names: &[String], processes: &[Process], kept: &mut Kept) -> Result<(), MemoryError> {
+fn shared(
+    dir: &Path,
+    names: &[String],
+    processes: &[Process],
+    kept: &mut Kept,
+    counter: &Counter,
+) -> Result<(), MemoryError> {
     for name in names {
         let inode = name
             .strip_prefix("pagemap-shmem-")
@@ -86,7 +98,7 @@ fn shared(dir: &Path, names: &[String], processes: &[Process], kept: &mut Kept) 
         }
         // What is mapped nowhere stays a link, and is found as such.
         if let Some(blocks) = shared_blocks(&map.runs, &places(inode, processes)?) {
-            map.runs = pages(dir, &map.pages_name(), &blocks, kept)?;
+            map.runs = pages(dir, &map.pages_name(), &blocks, kept, counter)?;
             map.write(dir, name)?;
         }
     }
@@ -265,7 +277,7 @@ mod tests {
             std::os::unix::fs::symlink("/dev/null", dir.join(format!("pages-{number}.img"))).unwrap();
         }
         let bulk: Vec<Bulk> = bulk.into_iter().map(|at| Bulk { process: me(), at }).collect();
-        let kept = rest(dir, &[me()], &bulk).unwrap();
+        let kept = rest(dir, &[me()], &bulk, &Counter::default()).unwrap();
         assert!(!dir.join("pages-2.img").is_symlink(), "an unused link is left");
         let map = Pagemap::read(dir, INSIDE).unwrap().unwrap();
         let pages = std::fs::read(dir.join("pages-1.img")).unwrap();
@@ -335,7 +347,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write_pagemap(dir.path(), 9, 1, &(0x1000..0x2000));
         std::os::unix::fs::symlink("/dev/null", dir.path().join("pages-1.img")).unwrap();
-        let lost = rest(dir.path(), &[me()], &[]);
+        let lost = rest(dir.path(), &[me()], &[], &Counter::default());
         assert!(matches!(lost, Err(MemoryError::Unexpected { .. })), "{lost:?}");
     }
 
@@ -344,7 +356,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write_pagemap(dir.path(), INSIDE, 1, &(0x1000..0x2000));
         std::fs::write(dir.path().join("pages-1.img"), "as it was").unwrap();
-        assert_eq!(rest(dir.path(), &[me()], &[]).unwrap(), Kept::default());
+        assert_eq!(
+            rest(dir.path(), &[me()], &[], &Counter::default()).unwrap(),
+            Kept::default()
+        );
         assert_eq!(
             std::fs::read(dir.path().join("pages-1.img")).unwrap(),
             b"as it was"

@@ -1,5 +1,6 @@
 //! Copies memory into the store.
 
+use super::progress::Counter;
 use super::{Bulk, MemoryError, remote};
 use crate::store::{EXTENT, Piece, Writer};
 use crate::threads;
@@ -12,7 +13,7 @@ struct Part {
 }
 
 /// Copies the memory, on several threads. Nothing of the processes is changed.
-pub fn save(bulk: &[Bulk], writer: &Writer) -> Result<Vec<Piece>, MemoryError> {
+pub fn save(bulk: &[Bulk], writer: &Writer, counter: &Counter) -> Result<Vec<Piece>, MemoryError> {
     let parts: Vec<Part> = bulk.iter().enumerate().flat_map(parts).collect();
     let digests = threads::each(
         parts.len(),
@@ -21,7 +22,9 @@ pub fn save(bulk: &[Bulk], writer: &Writer) -> Result<Vec<Piece>, MemoryError> {
             let Part { bulk: of, at, length } = parts[number];
             let buffer = &mut buffer[..length];
             remote::read(bulk[of].process.pid, at, buffer)?;
-            Ok::<_, MemoryError>(writer.put(buffer)?)
+            let digest = writer.put(buffer)?;
+            counter.add(length as u64);
+            Ok::<_, MemoryError>(digest)
         },
     )?;
     let mut pieces: Vec<Piece> = bulk.iter().map(empty).collect();

@@ -53,6 +53,9 @@ fn begin(image: &Path, work: &Path, ours: bool) -> Begin {
 
 fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
     Record {
+        shim: 0,
+        begun: 0,
+        entered: 0,
         begin: begin(Path::new("/none"), work, true),
         phase: Some(Phase::CriuDump),
         gpu_checkpointing: true,

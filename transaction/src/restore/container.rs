@@ -239,12 +239,14 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             hook: self.gpu.hook.clone(),
             reaper: self.reaper.clone(),
             limit: self.gpu.config.deadlines.criu_restore,
+            container: self.container.id.clone(),
+            bundle: self.container.bundle.clone(),
         };
         let fill = Request::Fill(Fill {
             stored,
             pids: pids.await?,
         });
-        let _bytes: u64 = copier.ask(&fill, self.restore.bounds.cancel).await?;
+        let _bytes: u64 = copier.ask(fill, self.restore.bounds.cancel).await?;
         self.timings.mark(Phase::FillMemory);
         Ok(())
     }

@@ -191,8 +191,10 @@ impl Preparation<'_> {
             hook: hook.to_owned(),
             reaper: self.reaper.clone(),
             limit: config.deadlines.verify,
+            container: self.id.to_owned(),
+            bundle: self.bundle.to_owned(),
         };
-        let () = copier.ask(&Request::Look(stored.clone()), self.cancel).await?;
+        let () = copier.ask(Request::Look(stored.clone()), self.cancel).await?;
         Ok(Some(stored))
     }
 

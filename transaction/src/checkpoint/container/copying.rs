@@ -70,6 +70,8 @@ impl ContainerEffects<'_> {
                 hook: find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?,
                 reaper: self.reaper.clone(),
                 limit: self.config.deadlines.criu_dump,
+                container: self.container.id.clone(),
+                bundle: self.container.bundle.clone(),
             },
             cancel: self.cancel.clone(),
             save,
@@ -170,7 +172,7 @@ impl Copying {
     async fn save(&self) -> Result<Saved, CopyError> {
         match &self.save {
             None => Ok(Saved::default()),
-            Some(save) => self.copier.ask(&Request::Save(save.clone()), &self.cancel).await,
+            Some(save) => self.copier.ask(Request::Save(save.clone()), &self.cancel).await,
         }
     }
 
@@ -181,7 +183,7 @@ impl Copying {
             processes: self.processes,
             bulk: saved.bulk,
         });
-        let kept: Kept = self.copier.ask(&rest, &self.cancel).await?;
+        let kept: Kept = self.copier.ask(rest, &self.cancel).await?;
         Ok(Copied {
             memory: saved.memory,
             files: kept.files,

@@ -1,11 +1,15 @@
 //! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
 
+mod progress;
+
 use std::process::{Command, ExitCode};
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
+
+use progress::a_copy_that_takes_long_is_shown;
 
 /// Large memory goes into a store.
 const STORE: &str = "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n";
@@ -341,5 +345,6 @@ fn main() -> ExitCode {
         four_copies_begin_at_once [FORKY_V2, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
         an_exported_image_needs_no_store [FORKY, TRIXIE];
+        a_copy_that_takes_long_is_shown [FORKY];
     })
 }
