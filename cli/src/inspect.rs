@@ -1,7 +1,7 @@
 //! `firn inspect`: what a checkpoint holds and whether it is whole.
 
 use anyhow::Result;
-use firn_image::manifest::Manifest;
+use firn_image::manifest::{Manifest, StoredMemory};
 use serde_json::json;
 
 use crate::args::InspectArgs;
@@ -79,6 +79,9 @@ fn print_manifest(manifest: &Manifest) {
         }
     }
     print_processes(manifest);
+    if let Some(bulk) = &manifest.bulk {
+        print_stored(bulk);
+    }
     print_dump_options(manifest);
     for mount in &manifest.mounts {
         line!(
@@ -100,6 +103,15 @@ fn print_processes(manifest: &Manifest) {
                 pids.join(", ")
             );
         }
+    }
+}
+
+fn print_stored(bulk: &StoredMemory) {
+    let (all, written) = (text::bytes(bulk.bytes), text::bytes(bulk.written));
+    line!("memory     {all} in store {}, {written} new", bulk.store);
+    line!("           index {}", bulk.index);
+    if let Some(parent) = &bulk.parent {
+        line!("parent     {parent}: the container's checkpoint before, which this one does not need");
     }
 }
 

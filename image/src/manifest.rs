@@ -138,6 +138,19 @@ pub struct StoredMemory {
     pub index: Digest,
     /// Bytes of the ranges, with zeros.
     pub bytes: u64,
+    /// Bytes that the store did not have before, and that it had. For people, as is the parent.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub written: u64,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub reused: u64,
+    /// The index of the container's checkpoint before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<Digest>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// Versions of the programs that made the dump, for people.

@@ -35,6 +35,7 @@ fn as_json(image: &Image) -> serde_json::Value {
         "host": index.map(|index| &index.host),
         "image": index.map(|index| &index.image),
         "made": index.map(|index| index.made),
+        "parent": index.and_then(|index| index.parent),
         "memory": image.memory, "own": image.own, "shared": image.shared, "zero": image.zero,
         "missing": image.missing, "pinned": image.pinned,
         "state": state(image), "failure": image.failure,
@@ -50,11 +51,12 @@ fn state(image: &Image) -> &'static str {
 }
 
 fn print(images: &[Image]) {
-    const HEAD: [&str; 8] = [
+    const HEAD: [&str; 9] = [
         "ID",
         "CONTAINER",
         "HOST",
         "MADE",
+        "PARENT",
         "OWN",
         "SHARED",
         "ZERO",
@@ -68,7 +70,7 @@ fn print(images: &[Image]) {
     }
 }
 
-fn row(image: &Image) -> [String; 8] {
+fn row(image: &Image) -> [String; 9] {
     let of = |get: fn(&firn_image::store::Index) -> String| image.index.as_ref().map_or("-".to_owned(), get);
     let pinned = if image.pinned { ", pinned" } else { "" };
     let missing = match image.missing {
@@ -80,6 +82,7 @@ fn row(image: &Image) -> [String; 8] {
         of(|index| index.container.clone()),
         of(|index| index.host.clone()),
         of(|index| seconds(index.made)),
+        of(|index| index.parent.as_ref().map_or("-".to_owned(), short)),
         text::bytes(image.own),
         text::bytes(image.shared),
         text::bytes(image.zero),

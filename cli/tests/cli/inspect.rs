@@ -1,5 +1,7 @@
 //! `firn inspect`.
 
+use firn_image::manifest::StoredMemory;
+use firn_image::store::Digest;
 use serde_json::{Value, json};
 
 use crate::node::{Node, text, uuid, value};
@@ -24,6 +26,35 @@ fn inspect_shows_what_a_checkpoint_holds() {
     let output = value(&node.firn(&["inspect", "--json", "image"]));
     assert_eq!(output["manifest"]["gpus"][0]["uuid"], json!(uuid(0)));
     assert_eq!(output["failure"], Value::Null);
+}
+
+#[test]
+fn inspect_shows_memory_that_is_in_a_store() {
+    let node = Node::new();
+    let (index, parent) = (Digest::of(b"index"), Digest::of(b"parent"));
+    let mut manifest = node.manifest();
+    manifest.bulk = Some(StoredMemory {
+        store: "a-store".to_owned(),
+        index,
+        bytes: 2 << 30,
+        written: 12 << 20,
+        reused: 2000 << 20,
+        parent: Some(parent),
+    });
+    manifest.write(&node.path("image")).expect("a manifest");
+    let shown = text(&node.firn(&["inspect", "image"]));
+    for part in [
+        "2.0 GiB in store a-store, 12.0 MiB new",
+        &index.to_string(),
+        &parent.to_string(),
+    ] {
+        assert!(shown.contains(part), "{part:?} is missing in\n{shown}");
+    }
+    let bulk = value(&node.firn(&["inspect", "--json", "image"]))["manifest"]["bulk"].clone();
+    assert_eq!(
+        (&bulk["written"], &bulk["parent"]),
+        (&json!(12 << 20), &json!(parent))
+    );
 }
 
 #[test]

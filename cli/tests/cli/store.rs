@@ -43,6 +43,7 @@ impl Stored {
             container: container.to_owned(),
             host: host.trim().to_owned(),
             image: self.image(container),
+            parent: None,
             pieces: contents.iter().map(piece).collect(),
         };
         change(&mut index);
@@ -310,6 +311,7 @@ fn gc_waits_for_writers() {
         container: "c".to_owned(),
         host: "h".to_owned(),
         image: "/none".into(),
+        parent: None,
         pieces,
     };
     writer.finish(&index).expect("finished");

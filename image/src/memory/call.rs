@@ -76,9 +76,6 @@ pub struct Saved {
     pub bulk: Vec<Bulk>,
     /// None where no process has large memory.
     pub memory: Option<StoredMemory>,
-    /// Bytes that the store had to write, and that it had already.
-    pub written: u64,
-    pub reused: u64,
 }
 
 /// Copies large memory into the store.
@@ -89,7 +86,8 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     }
     let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
     counter.expect(bytes);
-    let store = Store::create(&request.store)?;
+    let (store, host) = (Store::create(&request.store)?, host());
+    let parent = store.last_of(&request.container, &host);
     let writer = store.writer(request.cap)?;
     let pieces = match save(&bulk, &writer, counter) {
         Ok(pieces) => pieces,
@@ -103,8 +101,9 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         checkpoint: request.checkpoint,
         made: made.as_secs(),
         container: request.container,
-        host: host(),
+        host,
         image: request.image,
+        parent,
         pieces,
     };
     let (written, reused) = (writer.written(), writer.reused());
@@ -112,12 +111,13 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         store: store.id().to_owned(),
         index: writer.finish(&index)?,
         bytes,
+        written,
+        reused,
+        parent,
     };
     Ok(Saved {
         bulk,
         memory: Some(memory),
-        written,
-        reused,
     })
 }
 

@@ -28,6 +28,9 @@ pub struct Index {
     pub host: String,
     /// The image directory as it was named at the checkpoint.
     pub image: PathBuf,
+    /// The container's checkpoint before, for people: nothing is read from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<Digest>,
     /// The memory.
     pub pieces: Vec<Piece>,
 }

@@ -82,6 +82,7 @@ fn index(pieces: Vec<Piece>) -> Index {
         container: "job".to_owned(),
         host: "node".to_owned(),
         image: "/images/job".into(),
+        parent: None,
         pieces,
     }
 }

@@ -9,6 +9,10 @@ const BLOCKS: u32 = 1024;
 const THREADS: u32 = 256;
 const ELEMENT: usize = size_of::<u32>();
 
+/// How many elements are looked at in a turn, and how far they are apart: more than an extent of a store.
+const LOOKS: u64 = 64;
+const STRIDE: u64 = 1_048_583;
+
 /// GPU memory that does not hold what was left there.
 #[derive(Debug, thiserror::Error)]
 pub enum CounterError {
@@ -79,6 +83,14 @@ impl<'a> Counter<'a> {
         Ok(Self { iteration, ..made })
     }
 
+    /// Checks some elements, others with each turn, and changes nothing.
+    pub fn look(&self, turn: u32) -> Result<(), CounterError> {
+        (0..LOOKS).try_for_each(|number| {
+            let at = (u64::from(turn) * LOOKS + number).wrapping_mul(STRIDE) % self.elements;
+            self.expect(at, self.iteration)
+        })
+    }
+
     /// Reads the buffer, as the next step will find it.
     pub fn read(&self, into: &mut [u8]) -> Result<(), CounterError> {
         Ok(self.driver.read_all(self.address, into)?)
@@ -113,18 +125,23 @@ impl<'a> Counter<'a> {
         }
         self.iteration = iteration.wrapping_add(1);
         for at in [0, self.elements / 2, self.elements - 1] {
-            let found = u32::from_ne_bytes(self.driver.read(self.address + at * ELEMENT as u64)?);
-            let expected = pattern(at, self.iteration);
-            if found != expected {
-                return Err(CounterError::Element {
-                    iteration,
-                    at,
-                    found,
-                    expected,
-                });
-            }
+            self.expect(at, iteration)?;
         }
         Ok(checksum)
+    }
+
+    fn expect(&self, at: u64, iteration: u32) -> Result<(), CounterError> {
+        let found = u32::from_ne_bytes(self.driver.read(self.address + at * ELEMENT as u64)?);
+        let expected = pattern(at, self.iteration);
+        match found == expected {
+            true => Ok(()),
+            false => Err(CounterError::Element {
+                iteration,
+                at,
+                found,
+                expected,
+            }),
+        }
     }
 }
 

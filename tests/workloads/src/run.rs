@@ -30,6 +30,9 @@ pub struct Options {
     /// Device memory that each process allocates in addition and never uses
     #[arg(long, default_value_t = 0)]
     reserve_mib: usize,
+    /// Device memory that each thread allocates in addition, fills, and only looks at afterwards
+    #[arg(long, default_value_t = 0)]
+    fixed_mib: usize,
     /// Device ordinals; each thread has a buffer on each
     #[arg(long, value_delimiter = ',', default_value = "0")]
     gpu: Vec<i32>,
@@ -243,6 +246,10 @@ fn work(
 ) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
+    let fixed = match options.fixed_mib {
+        0 => None,
+        mib => Some(Counter::new(driver, mib << 20, false)?),
+    };
     let mut ranks = match options.rank {
         Some(rank) => Some(Ranks::join(rank, options.ranks)?),
         None => None,
@@ -259,6 +266,9 @@ fn work(
         let checksum = counter
             .step()
             .with_context(|| format!("thread {number} on gpu {gpu}"))?;
+        if let Some(fixed) = &fixed {
+            fixed.look(iteration)?;
+        }
         if let Some(ranks) = &mut ranks {
             ranks.agree(iteration)?;
         }

@@ -439,6 +439,7 @@ impl Dump for ContainerEffects<'_> {
         self.timings.mark(Phase::Freeze);
         let described = self.describe(processes);
         let copied = self.dump_memory().await?;
+        self.log_saved(copied.memory.as_ref());
         self.close_connections().await?;
         self.write_manifest(described, copied).await?;
         self.timings.mark(Phase::Manifest);

@@ -73,6 +73,7 @@ impl Image {
             container: String::new(),
             host: String::new(),
             image: image.clone(),
+            parent: None,
             pieces: vec![piece],
         };
         let index = writer.finish(&index).unwrap();
@@ -80,6 +81,9 @@ impl Image {
             bulk: Some(StoredMemory {
                 store: store.id().to_owned(),
                 index,
+                written: 0,
+                reused: 0,
+                parent: None,
                 bytes: STORED,
             }),
             images: checksums::describe(&image, &AtomicBool::new(false)).unwrap(),

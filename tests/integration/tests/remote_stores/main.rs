@@ -181,6 +181,7 @@ fn checkpoint(store: &Store) -> Result<Digest> {
         container: "train".to_owned(),
         host: "node-1".to_owned(),
         image: "/images/train".into(),
+        parent: None,
         pieces,
     })?)
 }

@@ -1,5 +1,6 @@
 //! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
 
+mod delta;
 mod progress;
 
 use std::process::{Command, ExitCode};
@@ -9,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
 
+use delta::a_second_checkpoint_writes_what_has_changed;
 use progress::a_copy_that_takes_long_is_shown;
 
 /// Large memory goes into a store.
@@ -346,5 +348,6 @@ fn main() -> ExitCode {
         an_annotation_chooses_where_memory_goes [FORKY];
         an_exported_image_needs_no_store [FORKY, TRIXIE];
         a_copy_that_takes_long_is_shown [FORKY];
+        a_second_checkpoint_writes_what_has_changed [FORKY];
     })
 }

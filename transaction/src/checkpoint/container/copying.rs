@@ -132,6 +132,20 @@ impl ContainerEffects<'_> {
         );
     }
 
+    /// Logs what the store got.
+    pub(super) fn log_saved(&self, memory: Option<&StoredMemory>) {
+        if let Some(memory) = memory {
+            log::info!(
+                "container={} store_index={} bytes={} new={} reused={}",
+                self.container.id,
+                memory.index,
+                memory.bytes,
+                memory.written,
+                memory.reused
+            );
+        }
+    }
+
     /// The store that gets large memory of a container with this spec, if any does.
     pub(super) fn store_for(&self, spec: &Spec) -> Result<Option<PathBuf>, EffectError> {
         let images = &self.config.images;
