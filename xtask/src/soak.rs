@@ -48,6 +48,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
                 false => Cgroup::V1,
             },
             processes: cmd.processes,
+            stored: false,
         },
         cycles: cmd.cycles,
         seed,

@@ -15,6 +15,7 @@ mod inject;
 mod names;
 mod pairs;
 mod park;
+mod phases;
 mod place;
 mod random;
 mod rules;
@@ -22,6 +23,7 @@ mod scene;
 mod soak;
 mod stalls;
 mod testbed;
+mod victims;
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

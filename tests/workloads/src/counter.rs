@@ -54,6 +54,11 @@ pub struct Counter<'a> {
 impl<'a> Counter<'a> {
     /// Allocates and fills a buffer of this many bytes in the current context.
     pub fn new(driver: &'a Driver, bytes: usize, managed: bool) -> Result<Self, CounterError> {
+        Self::at(driver, bytes, managed, 0)
+    }
+
+    /// As [`Counter::new`], filled as it is in an iteration.
+    pub fn at(driver: &'a Driver, bytes: usize, managed: bool, iteration: u32) -> Result<Self, CounterError> {
         let ptx = CString::new(PTX).unwrap_or_default();
         let [fill, step] = driver.kernels(&ptx, ["firn_counter_fill", "firn_counter_step"])?;
         let address = if managed {
@@ -63,7 +68,11 @@ impl<'a> Counter<'a> {
         };
         let elements = (bytes / ELEMENT) as u64;
         let results = driver.allocate(16)?;
-        let arguments = [Argument::U64(address), Argument::U64(elements), Argument::U32(0)];
+        let arguments = [
+            Argument::U64(address),
+            Argument::U64(elements),
+            Argument::U32(iteration),
+        ];
         driver.launch(fill, BLOCKS, THREADS, &arguments)?;
         driver.synchronize()?;
         Ok(Self {
@@ -72,7 +81,7 @@ impl<'a> Counter<'a> {
             address,
             elements,
             results,
-            iteration: 0,
+            iteration,
         })
     }
 

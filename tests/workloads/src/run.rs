@@ -7,7 +7,7 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
@@ -248,7 +248,8 @@ fn work(
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
     let fixed = match options.fixed_mib {
         0 => None,
-        mib => Some(Counter::new(driver, mib << 20, false)?),
+        // Others than those of another container.
+        mib => Some(Counter::at(driver, mib << 20, false, clock()?)?),
     };
     let mut ranks = match options.rank {
         Some(rank) => Some(Ranks::join(rank, options.ranks)?),
@@ -294,6 +295,12 @@ fn work(
         let _ended = watcher.join();
     }
     Ok(())
+}
+
+/// A number that is another one at another time.
+fn clock() -> Result<u32> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("no time")?;
+    Ok(now.subsec_nanos())
 }
 
 fn start_importer(driver: &Driver, counter: &Counter<'_>, gpu: i32) -> Result<Child> {

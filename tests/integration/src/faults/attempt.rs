@@ -70,7 +70,7 @@ pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case:
     testbed.configure(case.faults().any(|at| at.fault.hangs()))?;
     let other = job.take_if(|job| job.releases != case.flow.parks());
     other.map_or(Ok(()), Job::end)?;
-    match case.flow {
+    let attempt = match case.flow {
         Flow::Checkpoint => match case.first.fault {
             Fault::Stall(stall) => stalls::attempt(testbed, job, case, stall),
             _ => checkpoint(testbed, job, case),
@@ -82,7 +82,9 @@ pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case:
             restore(testbed, case)
         }
         Flow::Pause | Flow::Resume | Flow::ResumeElsewhere | Flow::Move => park::attempt(testbed, job, case),
-    }
+    }?;
+    testbed.has_sound_store()?;
+    Ok(attempt)
 }
 
 /// What has gone wrong.

@@ -4,6 +4,8 @@ use std::sync::OnceLock;
 
 use firn_node::Cgroup;
 
+pub(super) use super::phases::PHASES;
+pub use super::phases::Phase;
 use super::stalls::Stall;
 
 /// What is going on when the fault happens.
@@ -33,48 +35,6 @@ impl Flow {
     }
 }
 
-/// A phase of a checkpoint or restore.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Phase {
-    /// Deciding on a restore, in Create.
-    Prepare,
-    /// The job's hook before a checkpoint.
-    PrepareHook,
-    /// Looking for CUDA processes and asking for their state.
-    Inspect,
-    GpuLock,
-    /// The driver's checkpoint.
-    GpuCheckpoint,
-    /// Between a pause and the resume.
-    Parked,
-    /// runc and CRIU, at a checkpoint.
-    CriuDump,
-    /// runc and CRIU, at a restore.
-    CriuRestore,
-    /// Between CRIU and the driver, at a restore.
-    DevRepair,
-    /// Device rules, nodes and spec of other GPUs, at a resume or move.
-    Grant,
-    /// The driver's restore.
-    GpuRestore,
-    GpuUnlock,
-    /// Parking again what a resume or move has restored, whose driver has failed.
-    Repark,
-    /// The job's hook after a checkpoint.
-    ResumedHook,
-    /// The end of a container that was to end with its checkpoint.
-    End,
-    /// Letting the tasks of a restored container run.
-    Continue,
-    /// The job's hook in the restored container.
-    RestoredHook,
-    /// The rollback of a restore whose driver has failed.
-    RestoreRollback,
-    /// The rollback of a checkpoint, which begins by asking for the processes' states: only as the second of
-    /// a pair.
-    CheckpointRollback,
-}
-
 /// When in the life of a runc the fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Runc {
@@ -99,12 +59,15 @@ pub enum Disk {
     Image,
     Work,
     Bundle,
+    Store,
 }
 
 /// Who is killed with SIGKILL while the flow is in the phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Victim {
     Worker,
+    /// firn-hook, while it copies memory.
+    Hook,
     Shim,
     Containerd,
     Client,
@@ -143,6 +106,8 @@ pub enum Fault {
     NoSpaceForManifest,
     Io(Disk),
     ReadOnly(Disk),
+    /// The store is not mounted any more.
+    StoreGone,
     /// No device node can be made in the container's /dev.
     Mknod,
     /// firn's own code fails when it enters the phase.
@@ -186,6 +151,8 @@ pub enum From {
 pub struct Subject {
     pub cgroup: Cgroup,
     pub processes: usize,
+    /// It has large memory, and that goes into a store.
+    pub stored: bool,
 }
 
 impl Subject {
@@ -195,8 +162,8 @@ impl Subject {
     }
 
     /// Groups and sorts by it.
-    pub(super) fn key(self) -> (usize, bool) {
-        (self.processes, self.cgroup == Cgroup::V2)
+    pub(super) fn key(self) -> (bool, usize, bool) {
+        (self.stored, self.processes, self.cgroup == Cgroup::V2)
     }
 }
 
@@ -212,15 +179,28 @@ pub struct Case {
     pub subject: Subject,
 }
 
-const SUBJECTS: [Subject; 4] = [
+const SUBJECTS: [Subject; 6] = [
     subject(Cgroup::V1, 1),
     subject(Cgroup::V2, 1),
     subject(Cgroup::V1, 4),
     subject(Cgroup::V2, 4),
+    stored(subject(Cgroup::V2, 1)),
+    stored(subject(Cgroup::V2, 4)),
 ];
 
 const fn subject(cgroup: Cgroup, processes: usize) -> Subject {
-    Subject { cgroup, processes }
+    Subject {
+        cgroup,
+        processes,
+        stored: false,
+    }
+}
+
+const fn stored(subject: Subject) -> Subject {
+    Subject {
+        stored: true,
+        ..subject
+    }
 }
 
 /// Why a combination is no case.
@@ -245,80 +225,9 @@ pub enum Why {
     NothingParkedAgain,
     NoController,
     FromTheBeginning,
+    NoStore,
+    StoreAside,
 }
-
-pub(super) const PHASES: [(Flow, &[Phase]); 6] = [
-    (
-        Flow::Checkpoint,
-        &[
-            Phase::PrepareHook,
-            Phase::Inspect,
-            Phase::GpuLock,
-            Phase::GpuCheckpoint,
-            Phase::CriuDump,
-            Phase::GpuRestore,
-            Phase::GpuUnlock,
-            Phase::ResumedHook,
-            Phase::End,
-        ],
-    ),
-    (
-        Flow::Restore,
-        &[
-            Phase::Prepare,
-            Phase::CriuRestore,
-            Phase::DevRepair,
-            Phase::GpuRestore,
-            Phase::GpuUnlock,
-            Phase::Continue,
-            Phase::RestoredHook,
-            Phase::RestoreRollback,
-        ],
-    ),
-    (
-        Flow::Pause,
-        &[
-            Phase::PrepareHook,
-            Phase::Inspect,
-            Phase::GpuLock,
-            Phase::GpuCheckpoint,
-            Phase::Parked,
-        ],
-    ),
-    (
-        Flow::Resume,
-        &[
-            Phase::GpuRestore,
-            Phase::GpuUnlock,
-            Phase::Repark,
-            Phase::ResumedHook,
-        ],
-    ),
-    (
-        Flow::ResumeElsewhere,
-        &[
-            Phase::Grant,
-            Phase::GpuRestore,
-            Phase::GpuUnlock,
-            Phase::Repark,
-            Phase::ResumedHook,
-        ],
-    ),
-    (
-        Flow::Move,
-        &[
-            Phase::PrepareHook,
-            Phase::Inspect,
-            Phase::GpuLock,
-            Phase::GpuCheckpoint,
-            Phase::Grant,
-            Phase::GpuRestore,
-            Phase::GpuUnlock,
-            Phase::Repark,
-            Phase::ResumedHook,
-        ],
-    ),
-];
 
 const MOMENTS: [Moment; 6] = [
     Moment::PreDump,
@@ -358,6 +267,7 @@ pub(super) fn faults() -> Vec<Fault> {
     }
     let victims = [
         Victim::Worker,
+        Victim::Hook,
         Victim::Shim,
         Victim::Containerd,
         Victim::Client,
@@ -389,6 +299,7 @@ pub(super) fn faults() -> Vec<Fault> {
     for disk in [Disk::Image, Disk::Work, Disk::Bundle] {
         faults.extend([Fault::NoSpace(disk), Fault::Io(disk), Fault::ReadOnly(disk)]);
     }
+    faults.extend([Fault::NoSpace(Disk::Store), Fault::StoreGone]);
     faults.extend([Fault::NoSpaceForManifest, Fault::Mknod, Fault::Panic]);
     faults.extend(Stall::all().map(Fault::Stall));
     faults.extend([

@@ -10,6 +10,8 @@ const MOUNTS: &str = "/srv/disk";
 /// File systems of their own from the beginning, so that they can be filled: containerd's bundles and its
 /// work directories.
 const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";
+/// The store, where one is used.
+pub(super) const STORE: &str = "/var/lib/firn-store";
 const WORKS: &str = "/var/lib/containerd/io.containerd.runtime.v2.task";
 
 /// Gives containerd's bundles and work directories file systems of their own.
@@ -20,6 +22,12 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
         node.run(&["mount", "-t", "tmpfs", "-o", "size=8m,mode=0711", "tmpfs", path])?;
     }
     Ok(())
+}
+
+/// Makes a file system for the store.
+pub(super) fn prepare_store(host: &GpuHost) -> Result<()> {
+    let make = format!("mkdir -p {STORE}; mount -t tmpfs -o size=1g,mode=700 tmpfs {STORE}");
+    host.node().run(&["sh", "-c", &make]).map(drop)
 }
 
 /// A file system that fails, or is about to.
@@ -37,6 +45,9 @@ enum What {
     Manifest,
     /// Mounted for CRIU's work directory.
     Work,
+    /// The store gets full, or an empty directory is in its place.
+    StoreFull,
+    StoreGone,
     /// One that is there gets full, or read-only.
     Full(&'static str),
     ReadOnly(&'static str),
@@ -57,6 +68,8 @@ impl<'h> Failing<'h> {
                 Flow::Checkpoint,
                 Fault::NoSpace(Disk::Work) | Fault::ReadOnly(Disk::Work) | Fault::Io(Disk::Work),
             ) => What::Work,
+            (_, Fault::NoSpace(Disk::Store)) => What::StoreFull,
+            (_, Fault::StoreGone) => What::StoreGone,
             (_, Fault::NoSpace(Disk::Bundle)) => What::Full(BUNDLES),
             (_, Fault::ReadOnly(Disk::Bundle)) => What::ReadOnly(BUNDLES),
             (Flow::Restore, Fault::NoSpace(Disk::Work)) => What::Full(WORKS),
@@ -92,7 +105,7 @@ impl<'h> Failing<'h> {
         match what {
             What::Image | What::Manifest | What::Work => disk.shell(&format!("mkdir -p $MOUNT; {script}"))?,
             What::Full(_) | What::ReadOnly(_) if flow != Flow::Restore => disk.begin()?,
-            What::Full(_) | What::ReadOnly(_) | What::Pages => {}
+            What::Full(_) | What::ReadOnly(_) | What::Pages | What::StoreFull | What::StoreGone => {}
         }
         Ok(disk)
     }
@@ -114,6 +127,8 @@ impl<'h> Failing<'h> {
             What::Image | What::Work => Ok(()),
             What::Manifest => self.shell(&fill(&self.mount)),
             What::Full(path) => self.shell(&fill(path)),
+            What::StoreFull => self.shell(&fill(STORE)),
+            What::StoreGone => self.shell(&format!("mount -t tmpfs -o size=1m,mode=700 tmpfs {STORE}")),
             What::ReadOnly(path) => self.shell(&format!("mount -o remount,ro {path}")),
             // Memory at address 0 cannot be read: EIO.
             What::Pages => self.shell(
@@ -132,6 +147,8 @@ impl<'h> Failing<'h> {
                 umount $MOUNT.back; rmdir $MOUNT.back",
             ),
             What::Full(path) => self.shell(&format!("rm -f {path}/fill")),
+            What::StoreFull => self.shell(&format!("rm -f {STORE}/fill")),
+            What::StoreGone => self.shell(&format!("umount {STORE}")),
             What::ReadOnly(path) => self.shell(&format!("mount -o remount,rw {path}")),
             // The daemon could not remove it either.
             What::Pages => self.shell(

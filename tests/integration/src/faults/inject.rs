@@ -3,13 +3,14 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_node::{Node, wait_for};
+use firn_node::wait_for;
 use serde_json::Value;
 
-use super::case::{Case, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
+use super::case::{Case, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
 use super::stalls::{Since, Stall};
 use super::testbed::{Call, ID};
+use super::victims::{fill_dev, kill, kill_counter};
 use crate::host::SHIM;
 use crate::{GpuHost, StallFs};
 
@@ -25,6 +26,10 @@ const RUNC: &str = include_str!("runc.sh");
 const CRIU: &str = include_str!("criu.sh");
 const ACTION: &str = include_str!("action.sh");
 const WORKER: &str = include_str!("worker.sh");
+const HOOK: &str = include_str!("hook.sh");
+
+/// Where the script before firn-hook is.
+pub(super) const HOOK_PATH: &str = "/srv/fault/firn-hook";
 
 /// What a shim that is built for tests looks at when it enters a phase, and what it makes when it is held
 /// there.
@@ -38,10 +43,6 @@ const PHASE_FILES: &str = "/run/firn-hold /run/firn-held /run/firn-panic /run/fi
 /// How long a flow must be over before nobody expects a second fault any more.
 const OVER: Duration = Duration::from_secs(1);
 
-/// Leaves the /dev of a restored container, run in it, without nodes of GPUs and without a free inode.
-const FILL_DEV: &str = "set -e; rm -f /dev/nvidia[0-9]; mount -t tmpfs -o remount,nr_inodes=200 tmpfs /dev
-    i=0; while touch /dev/fill$i; do i=$((i + 1)); [ $i -lt 200 ]; done 2>/dev/null";
-
 /// Puts the scripts before the node's runc and CRIU. They do nothing until a file orders it.
 pub(super) fn prepare(host: &GpuHost) -> Result<()> {
     let node = host.node();
@@ -53,6 +54,7 @@ pub(super) fn prepare(host: &GpuHost) -> Result<()> {
         (CRIU, "/usr/local/sbin/criu".to_owned()),
         (ACTION, format!("{DIR}/action.sh")),
         (WORKER, format!("{DIR}/firn-gpu")),
+        (HOOK, HOOK_PATH.to_owned()),
     ] {
         let file = tempfile::NamedTempFile::new()?;
         std::fs::write(file.path(), script)?;
@@ -189,7 +191,7 @@ impl<'h> Injections<'h> {
         self.host.no_faults()?;
         let node = self.host.node();
         let rm = format!(
-            "rm -f {PHASE_FILES} {DIR}/runc-* {DIR}/action-* {DIR}/criu {DIR}/worker \
+            "rm -f {PHASE_FILES} {DIR}/runc-* {DIR}/action-* {DIR}/criu {DIR}/worker {DIR}/hook \
              {DIR}/struck-* {DIR}/hold-*"
         );
         node.run(&["sh", "-c", &rm]).map(drop)
@@ -251,17 +253,12 @@ impl<'h> Injection<'h> {
             }
             Fault::CriuError => arming.order("criu", "error -")?,
             Fault::CriuFault(fault) => arming.order("criu", &format!("fault {fault}"))?,
-            Fault::NoSpace(_) | Fault::Io(_) | Fault::ReadOnly(_) | Fault::NoSpaceForManifest => {
-                injection.disk = Some(Failing::new(host, case.flow, at, number)?);
-                injection.strike = Strike::Disk;
-                match (case.flow, at.fault) {
-                    (Flow::Restore, _) => arming.runc(Runc::Before, "hold")?,
-                    (_, Fault::NoSpaceForManifest) => arming.runc(Runc::After, "hold")?,
-                    _ => {
-                        injection.point = Point::None;
-                        injection.strike = Strike::None;
-                    }
-                }
+            Fault::NoSpace(_)
+            | Fault::Io(_)
+            | Fault::ReadOnly(_)
+            | Fault::NoSpaceForManifest
+            | Fault::StoreGone => {
+                arming.disk(&mut injection)?;
             }
         }
         Ok(injection)
@@ -292,6 +289,7 @@ impl<'h> Injection<'h> {
             Strike::Kill(Victim::Client) => call.kill().map(|()| true)?,
             Strike::Kill(Victim::Containerd) => node.kill_containerd().map(|()| true)?,
             Strike::Kill(Victim::Worker) => kill(node, |process| process.command == "firn-gpu")?,
+            Strike::Kill(Victim::Hook) => kill(node, |process| process.command == "firn-hook")?,
             Strike::Kill(Victim::Task) => {
                 node.run(&["ctr", "tasks", "kill", "--signal", "SIGKILL", ID])?;
                 true
@@ -349,7 +347,24 @@ struct Arming<'a, 'h> {
     number: usize,
 }
 
-impl Arming<'_, '_> {
+impl<'h> Arming<'_, 'h> {
+    /// A file system fails: from the beginning, or when the flow has come to a point.
+    fn disk(&self, injection: &mut Injection<'h>) -> Result<()> {
+        let (flow, fault) = (self.case.flow, self.at.fault);
+        injection.disk = Some(Failing::new(self.host, flow, self.at, self.number)?);
+        injection.strike = Strike::Disk;
+        match (flow, fault) {
+            (_, Fault::NoSpace(Disk::Store)) => self.copy(),
+            (Flow::Restore, _) => self.runc(Runc::Before, "hold"),
+            (_, Fault::NoSpaceForManifest) => self.runc(Runc::After, "hold"),
+            _ => {
+                injection.point = Point::None;
+                injection.strike = Strike::None;
+                Ok(())
+            }
+        }
+    }
+
     /// A fault of the simulated driver in the phase's call.
     fn driver(&self, often: Often, action: &[&str]) -> Result<Point> {
         let call = self.at.phase.call().context("a phase without driver call")?;
@@ -399,11 +414,21 @@ impl Arming<'_, '_> {
         self.order(&format!("action-{}", moment.name()), action)
     }
 
+    /// Lets a copy of memory stand still.
+    fn copy(&self) -> Result<()> {
+        let what = match self.case.flow {
+            Flow::Restore => "fill",
+            _ => "save",
+        };
+        self.order("hook", what)
+    }
+
     fn kill(&self, injection: &mut Injection<'_>, victim: Victim) -> Result<()> {
         injection.strike = Strike::Kill(victim);
         match self.at.phase {
             Phase::CriuDump => self.moment(Moment::PreDump, "hold")?,
             Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
+            Phase::CopyMemory | Phase::FillMemory => self.copy()?,
             Phase::Prepare => self.order("worker", "hold")?,
             Phase::Parked => injection.point = Point::None,
             Phase::End
@@ -459,38 +484,4 @@ fn order(host: &GpuHost, name: &str, text: &str, number: usize) -> Result<()> {
     // Order matters: a script that is to hold looks for this file.
     node.write(format!("{DIR}/hold-{number}"), "")?;
     node.write(format!("{DIR}/{name}"), format!("{text} {number}\n"))
-}
-
-fn fill_dev(node: &Node) -> Result<()> {
-    let processes = node.processes();
-    let task = processes.iter().find(|process| process.command == "gpu-counter");
-    let pid = task.context("no restored task")?.pid.to_string();
-    let shell = ["nsenter", "--target", &pid, "--mount", "/bin/sh", "-c", FILL_DEV];
-    node.run(&shell).map(drop)
-}
-
-/// Kills the last of the processes that count; false when there are none.
-fn kill_counter(node: &Node) -> Result<bool> {
-    let processes = node.processes();
-    let counters = processes
-        .iter()
-        .filter(|process| process.command == "gpu-counter");
-    let last = counters.map(|process| process.pid).max();
-    kill(node, |process| Some(process.pid) == last)
-}
-
-/// Kills them; false when there are none.
-fn kill(node: &Node, who: impl Fn(&firn_node::Process) -> bool) -> Result<bool> {
-    let pids: Vec<String> = node
-        .processes()
-        .iter()
-        .filter(|process| who(process))
-        .map(|process| process.pid.to_string())
-        .collect();
-    if pids.is_empty() {
-        return Ok(false);
-    }
-    // One of several may end on its own account.
-    let kill = format!("kill -KILL {} || true", pids.join(" "));
-    node.run(&["sh", "-c", &kill]).map(|_| true)
 }

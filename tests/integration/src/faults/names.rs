@@ -13,7 +13,8 @@ impl fmt::Display for Subject {
             Cgroup::V2 => "v2",
             Cgroup::V1 | Cgroup::Auto => "v1",
         };
-        write!(f, "{cgroup}/{}", self.processes)
+        write!(f, "{cgroup}/{}", self.processes)?;
+        f.write_str(if self.stored { "/store" } else { "" })
     }
 }
 
@@ -63,8 +64,10 @@ impl fmt::Display for Phase {
             Self::GpuLock => "gpu-lock",
             Self::GpuCheckpoint => "gpu-checkpoint",
             Self::CriuDump => "criu-dump",
+            Self::CopyMemory => "copy-memory",
             Self::CriuRestore => "criu-restore",
             Self::DevRepair => "dev-repair",
+            Self::FillMemory => "fill-memory",
             Self::Parked => "parked",
             Self::Grant => "grant",
             Self::GpuRestore => "gpu-restore",
@@ -99,6 +102,7 @@ impl fmt::Display for Disk {
             Self::Image => "image",
             Self::Work => "work",
             Self::Bundle => "bundle",
+            Self::Store => "store",
         })
     }
 }
@@ -110,6 +114,7 @@ impl fmt::Display for Fault {
             Self::DriverHang(often) => write!(f, "driver-hang{often}"),
             Self::WorkerCrash(often) => write!(f, "worker-crash{often}"),
             Self::Kill(Victim::Worker) => f.write_str("kill-worker"),
+            Self::Kill(Victim::Hook) => f.write_str("kill-hook"),
             Self::Kill(Victim::Shim) => f.write_str("kill-shim"),
             Self::Kill(Victim::Containerd) => f.write_str("kill-containerd"),
             Self::Kill(Victim::Client) => f.write_str("kill-client"),
@@ -129,6 +134,7 @@ impl fmt::Display for Fault {
             Self::NoSpaceForManifest => f.write_str("enospc-manifest"),
             Self::Io(disk) => write!(f, "eio-{disk}"),
             Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
+            Self::StoreGone => f.write_str("store-gone"),
             Self::Mknod => f.write_str("mknod"),
             Self::Panic => f.write_str("panic"),
             Self::Stall(stall) => stall.fmt(f),
@@ -161,6 +167,8 @@ impl fmt::Display for Why {
             Self::OtherFlow => "the fault is one of pauses, resumes and moves alone",
             Self::NothingParkedAgain => "one process alone has nothing on a GPU when its restore has failed",
             Self::NoController => "this host's hierarchies of cgroup v1 have the memory controller",
+            Self::NoStore => "no memory goes into a store",
+            Self::StoreAside => "nothing is copied, and the store is of no concern",
             Self::FromTheBeginning => "it fails from the beginning, and is tried with the first phase",
         })
     }

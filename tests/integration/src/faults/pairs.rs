@@ -24,10 +24,11 @@ impl Pairs {
         let (cases, _) = all();
         let mut candidates: Vec<((Flow, Subject), Vec<FaultAt>)> = Vec::new();
         let mut kinds: BTreeMap<_, Vec<Case>> = BTreeMap::new();
-        // Hangs of file systems are rows of their own, and so is what follows a failed resume.
+        // Hangs of file systems are rows of their own, and so is what follows a failed resume, or concerns a
+        // store.
         let cases: Vec<Case> = cases
             .into_iter()
-            .filter(|case| !case.hangs_a_file_system() && !case.flow.parks())
+            .filter(|case| !case.hangs_a_file_system() && !case.flow.parks() && !case.subject.stored)
             .collect();
         for first in &cases {
             let key = (first.flow, first.subject);
@@ -99,8 +100,10 @@ fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt
         }
     }
     if flow == Flow::Checkpoint {
-        let in_rollback =
-            |fault: &Fault| fault.is_the_drivers() || matches!(fault, Fault::Kill(_) | Fault::Panic);
+        let in_rollback = |fault: &Fault| {
+            let is_firns = matches!(fault, Fault::Kill(_) | Fault::Panic);
+            fault.is_the_drivers() || is_firns && *fault != Fault::Kill(Victim::Hook)
+        };
         found.extend(faults().into_iter().filter(in_rollback).map(|fault| FaultAt {
             phase: Phase::CheckpointRollback,
             fault,

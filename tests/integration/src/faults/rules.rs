@@ -22,7 +22,9 @@ impl Phase {
             | Self::ResumedHook
             | Self::RestoredHook
             | Self::CriuDump
+            | Self::CopyMemory
             | Self::CriuRestore
+            | Self::FillMemory
             | Self::Parked
             | Self::Grant
             | Self::End
@@ -33,6 +35,11 @@ impl Phase {
 
     pub(super) fn is_hook(self) -> bool {
         matches!(self, Self::PrepareHook | Self::ResumedHook | Self::RestoredHook)
+    }
+
+    /// Whether firn copies memory in it.
+    pub(super) fn copies(self) -> bool {
+        matches!(self, Self::CopyMemory | Self::FillMemory)
     }
 
     /// Whether runc and CRIU run in it.
@@ -58,7 +65,7 @@ impl Fault {
             Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
             // Panics have a test of their own, in the suite `recovery`.
             Self::Panic | Self::Stall(_) => false,
-            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod => true,
+            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod | Self::StoreGone => true,
             Self::CriuFault(number) => matches!(number, 2 | 3),
             Self::NoSpace(disk) => disk != Disk::Work,
             Self::Io(disk) => disk == Disk::Image,
@@ -85,6 +92,10 @@ impl Case {
             Phase::Prepare => Victim::Worker,
             Phase::PrepareHook | Phase::ResumedHook | Phase::RestoredHook => Victim::Shim,
             Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
+            // With a store, what happens while memory is copied.
+            _ if self.subject.stored => {
+                return phase.copies() && fault.is_plain() && fault != Fault::Kill(Victim::Containerd);
+            }
             _ => return fault.is_plain(),
         };
         fault == Fault::Kill(victim)
@@ -172,6 +183,26 @@ impl Case {
         }
     }
 
+    /// As [`Case::why_not`], where memory goes into a store, or the fault is one of the store.
+    fn why_not_by_store(&self) -> Option<Why> {
+        let FaultAt { phase, fault } = self.first;
+        let is_of_store = matches!(
+            fault,
+            Fault::Kill(Victim::Hook) | Fault::NoSpace(Disk::Store) | Fault::StoreGone
+        );
+        match (self.subject.stored, phase.copies()) {
+            (false, copies) => (copies || is_of_store).then_some(Why::NoStore),
+            (true, false) => (is_of_store || !phase.runs_criu()).then_some(Why::StoreAside),
+            (true, true) => match fault {
+                Fault::Kill(Victim::Hook | Victim::Shim | Victim::Containerd | Victim::Client) => None,
+                Fault::NoSpace(Disk::Store) => (phase == Phase::FillMemory).then_some(Why::OnlyRead),
+                // At a checkpoint the empty directory in its place becomes a store.
+                Fault::StoreGone => (phase == Phase::CopyMemory).then_some(Why::NoDevice),
+                _ => Some(Why::NoRuntime),
+            },
+        }
+    }
+
     /// As [`Case::why_not`], whatever the fault.
     fn why_not_any(&self) -> Option<Why> {
         let phase = self.first.phase;
@@ -189,9 +220,9 @@ impl Case {
 
     pub(super) fn why_not(&self) -> Option<Why> {
         let FaultAt { phase, fault } = self.first;
-        let restores = self.flow == Flow::Restore;
-        if let Some(why) = self.why_not_any() {
-            return Some(why);
+        let why = self.why_not_any().or_else(|| self.why_not_by_store());
+        if why.is_some() || phase.copies() {
+            return why;
         }
         if self.flow.parks() {
             return self.why_not_parking();
@@ -199,6 +230,7 @@ impl Case {
         if phase.is_hook() {
             return self.why_not_at_hook();
         }
+        let restores = self.flow == Flow::Restore;
         match fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
                 // For ever only where there is a second try; a restore has none.
@@ -208,6 +240,7 @@ impl Case {
             Fault::Kill(Victim::Worker) if phase == Phase::RestoreRollback => Some(Why::NoWorker),
             Fault::Kill(Victim::Process | Victim::Task)
             | Fault::NoMemory
+            | Fault::StoreGone
             | Fault::GpuBusy
             | Fault::GpuOccupied
             | Fault::GpuGone => Some(Why::OtherFlow),
@@ -231,10 +264,8 @@ impl Case {
             },
             Fault::Io(disk) => match phase.runs_criu() {
                 false => Some(Why::NoRuntime),
-                true => {
-                    let other = disk == Disk::Bundle || (restores && disk == Disk::Work);
-                    other.then_some(Why::NoDevice)
-                }
+                true if disk == Disk::Bundle || (restores && disk == Disk::Work) => Some(Why::NoDevice),
+                true => None,
             },
             Fault::NoSpaceForManifest => (phase != Phase::CriuDump).then_some(Why::NoRuntime),
             Fault::CriuErrorAt(moment)

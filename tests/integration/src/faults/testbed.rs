@@ -22,6 +22,8 @@ pub(super) const TEMPLATE: &str = "checkpoint/template";
 const MIB: usize = 1;
 /// What each has in addition in a container that is parked: more than a scene's memory limit leaves.
 const RESERVED_MIB: &str = "8";
+/// What each has in addition where memory goes into a store: several extents.
+const STORED_MIB: &str = "32";
 /// Options of a container whose pause gives its GPU free.
 pub(super) const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
 /// Number of the container that the template is made of.
@@ -84,6 +86,9 @@ impl Testbed {
         let host = GpuHost::for_test(Platform::new(suite, subject.cgroup), name, &gpus)?;
         disk::prepare(&host)?;
         inject::prepare(&host)?;
+        if subject.stored {
+            disk::prepare_store(&host)?;
+        }
         let runtime = host.runtime_for_options()?;
         let testbed = Self {
             host,
@@ -108,7 +113,32 @@ impl Testbed {
     /// Writes firn's configuration, with short deadlines where something hangs.
     pub(super) fn configure(&self, hangs: bool) -> Result<()> {
         let deadlines = if hangs { SHORT } else { "" };
-        self.host.configure(&format!("{CONFIG}{deadlines}"))
+        let store = match self.subject.stored {
+            true => format!(
+                "[images]\nstore = \"{}\"\nbulk = \"store\"\n[hook]\npath = \"{}\"\n",
+                disk::STORE,
+                inject::HOOK_PATH
+            ),
+            false => String::new(),
+        };
+        self.host.configure(&format!("{store}{CONFIG}{deadlines}"))
+    }
+
+    /// The store has all that its checkpoints need, and nothing else once it was cleaned.
+    pub(super) fn has_sound_store(&self) -> Result<()> {
+        if !self.subject.stored {
+            return Ok(());
+        }
+        let node = self.host.node();
+        node.run(&["firn", "store", "verify"])?;
+        node.run(&["firn", "store", "gc", "--grace", "0s"])?;
+        let printed = node.run(&["firn", "store", "ls", "--json"])?.stdout;
+        let listed: serde_json::Value = serde_json::from_str(&printed)?;
+        let count = listed["images"].as_array().map_or(0, Vec::len);
+        ensure!(count == 1, "the store has more than the template: {printed}");
+        let unfinished = node.run(&["ls", "-A", &format!("{}/new", disk::STORE)])?.stdout;
+        ensure!(unfinished.is_empty(), "the store has {unfinished}");
+        Ok(())
     }
 
     fn counters(&self) -> usize {
@@ -141,6 +171,9 @@ impl Testbed {
             "--out",
             &log,
         ];
+        if self.subject.stored {
+            arguments.extend(["--fixed-mib", STORED_MIB]);
+        }
         if releases {
             arguments.extend(["--reserve-mib", RESERVED_MIB]);
         }

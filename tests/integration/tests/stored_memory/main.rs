@@ -2,6 +2,7 @@
 
 mod delta;
 mod progress;
+mod together;
 
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -12,6 +13,7 @@ use firn_node::Platform;
 
 use delta::a_second_checkpoint_writes_what_has_changed;
 use progress::a_copy_that_takes_long_is_shown;
+use together::two_checkpoints_and_gc_share_a_store;
 
 /// Large memory goes into a store.
 const STORE: &str = "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n";
@@ -349,5 +351,6 @@ fn main() -> ExitCode {
         an_exported_image_needs_no_store [FORKY, TRIXIE];
         a_copy_that_takes_long_is_shown [FORKY];
         a_second_checkpoint_writes_what_has_changed [FORKY];
+        two_checkpoints_and_gc_share_a_store [FORKY];
     })
 }

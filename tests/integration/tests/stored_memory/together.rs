@@ -1,0 +1,82 @@
+//! Two containers and gc use one store at the same time.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, SimGpu, StallFs, on};
+use firn_node::{Platform, wait_for};
+use serde_json::Value;
+
+use crate::{MIB, STORE};
+
+/// How long the copies may take to begin.
+const SOON: Duration = Duration::from_secs(30);
+
+const JOBS: [&str; 2] = ["one", "two"];
+
+/// Whether firn status shows that both are copied.
+fn are_copied(host: &GpuHost) -> Result<bool> {
+    let status: Value = serde_json::from_str(&host.node().run(&["firn", "status", "--json"])?.stdout)?;
+    let all = status["transactions"].as_array().context("no list")?;
+    let copied = all
+        .iter()
+        .filter(|one| one["phase"] == "copy-memory" && one["of"].as_u64() > Some(0));
+    Ok(copied.count() == JOBS.len())
+}
+
+pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "sm-two", &[SimGpu::h200(1), SimGpu::h200(2)])?;
+    on([host], |[host]| {
+        let store = StallFs::mount(host, "/srv/store")?;
+        host.configure(STORE)?;
+        let (node, mib) = (host.node(), MIB.to_string());
+        let start = |(id, gpu)| Container::count(host, id, &[gpu], 1, &["--mib", &mib]);
+        let jobs = JOBS
+            .into_iter()
+            .zip(["0", "1"])
+            .map(start)
+            .collect::<Result<Vec<_>>>()?;
+        jobs.iter().try_for_each(|job| job.goes_on(3).map(drop))?;
+        // Makes the store, and leaves memory that gc removes.
+        jobs[0].checkpoint("checkpoint/early")?;
+        host.remove_image("checkpoint/early")?;
+
+        store.stall(&["write"])?;
+        let image = |id: &str| format!("checkpoint/{id}");
+        let checkpoint = |id: &&str| {
+            node.spawn(&[
+                "ctr",
+                "containers",
+                "checkpoint",
+                "--rw",
+                "--task",
+                id,
+                &image(id),
+            ])
+        };
+        let mut clients = JOBS.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
+        wait_for("both copies", SOON, || Ok(are_copied(host)?.then_some(())))?;
+        let mut gc = node.spawn(&["firn", "store", "gc", "--grace", "0s"])?;
+        store.go_on()?;
+        for client in &mut clients {
+            ensure!(client.wait()?.success(), "a checkpoint failed");
+        }
+        ensure!(gc.wait()?.success(), "gc failed");
+        for job in jobs {
+            job.goes_on(3)?;
+            job.remove()?;
+        }
+        node.run(&["firn", "store", "verify"])?;
+        // Those that were being made stay.
+        let kept = node.run(&["ls", "/srv/store/images"])?.stdout;
+        ensure!(kept.lines().count() == JOBS.len(), "gc has kept {kept}");
+        let left = node.run(&["ls", "-A", "/srv/store/new"])?.stdout;
+        ensure!(left.is_empty(), "left in the store: {left}");
+        for id in JOBS {
+            let (copy, _) = Container::restore(host, id, &image(id), 1)?;
+            copy.goes_on(3)?;
+            copy.remove()?;
+        }
+        host.idle()
+    })
+}
