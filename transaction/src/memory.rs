@@ -72,7 +72,14 @@ impl Copier {
         request: Request,
         cancel: &CancellationToken,
     ) -> Result<T, CopyError> {
-        let program = |why: String| CopyError::Program { why };
+        let printed = self.printed(request, cancel).await?;
+        let done: Result<T, ProblemReport> =
+            serde_json::from_slice(&printed).map_err(|error| program(error.to_string()))?;
+        done.map_err(CopyError::Failed)
+    }
+
+    /// What firn-hook prints. Apart, because it is compiled once and not for each type of result.
+    async fn printed(&self, request: Request, cancel: &CancellationToken) -> Result<Vec<u8>, CopyError> {
         let shown = phase(&request).map(|phase| Shown {
             file: self.bundle.join(names::BUNDLE_PROGRESS),
             phase: phase.name().to_owned(),
@@ -92,10 +99,7 @@ impl Copier {
             OutputError::TimedOut { .. } => CopyError::Late { limit: self.limit },
             error => program(Chain(&error).to_string()),
         })?;
-        let printed = output.printed().map_err(program)?;
-        let done: Result<T, ProblemReport> =
-            serde_json::from_slice(&printed).map_err(|error| program(error.to_string()))?;
-        done.map_err(CopyError::Failed)
+        output.printed().map_err(program)
     }
 
     /// Waits for a copy, and logs how far it is if it takes long.
@@ -128,6 +132,10 @@ impl Copier {
             "container={container} phase={phase} s={seconds} bytes={done} of={all} per_s={rate}{left}"
         );
     }
+}
+
+fn program(why: String) -> CopyError {
+    CopyError::Program { why }
 }
 
 /// The phase whose progress is shown.
