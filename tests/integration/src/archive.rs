@@ -44,8 +44,8 @@ impl Archive {
         Ok(Self { layout, index })
     }
 
-    /// Checks CRIU's images by the documents of the format. `store` has what is not in them.
-    pub fn check(host: &GpuHost, image: &str, store: &Path) -> Result<()> {
+    /// Checks CRIU's images, and what the node's store has of them, by the documents of the format.
+    pub fn check(host: &GpuHost, image: &str) -> Result<()> {
         let listed = format!("name=={image}");
         let printed = host.node().run(&["ctr", "images", "list", &listed])?.stdout;
         let digest = printed
@@ -63,7 +63,7 @@ impl Archive {
         let dir = tempfile::tempdir()?;
         let packed = blob(&content, part)?;
         tar(&["-xf".as_ref(), &packed, "-C".as_ref(), dir.path()])?;
-        reader::check(dir.path(), store).map(drop)
+        reader::check(dir.path(), &host.store()?).map(drop)
     }
 
     /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out:

@@ -15,9 +15,6 @@ const STEP: Duration = Duration::from_secs(60);
 /// How long a node may take to be rid of what a container had.
 const GONE: Duration = Duration::from_secs(30);
 
-/// The store of nodes that have one.
-pub const STORE: &str = "/srv/store";
-
 /// Where containerd keeps bundles.
 pub const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task/default";
 
@@ -179,7 +176,7 @@ impl<'h> Container<'h> {
         ])
         .with_context(|| self.criu_errors())?;
         let took = begun.elapsed();
-        Archive::check(self.host, image, &node.path(STORE)).context("read by the documents")?;
+        Archive::check(self.host, image).context("read by the documents")?;
         Ok(Move { took })
     }
 

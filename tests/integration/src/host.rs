@@ -1,5 +1,6 @@
 //! A node with simulated GPUs and firn installed.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -34,6 +35,9 @@ const LIBRARIES: &str = "/tmp/simgpu";
 const VERBS: &str = "/run/runc-verbs";
 
 const WATCHER: &str = include_str!("watcher.sh");
+
+/// firn's configuration on a node.
+const CONFIG: &str = "/etc/firn/config.toml";
 
 /// How much of containerd's log is shown for a test that failed.
 const SHOWN: usize = 80;
@@ -285,7 +289,15 @@ impl GpuHost {
 
     /// Writes firn's configuration.
     pub fn configure(&self, text: &str) -> Result<()> {
-        self.node.write("/etc/firn/config.toml", text)
+        self.node.write(CONFIG, text)
+    }
+
+    /// The directory of the node's store, as the configuration names it.
+    pub fn store(&self) -> Result<PathBuf> {
+        let config = self.node.read(CONFIG).unwrap_or_default();
+        let named = config.lines().find_map(|line| line.strip_prefix("store = "));
+        let named: String = serde_json::from_str(named.unwrap_or("\"\""))?;
+        Ok(self.node.path(named))
     }
 
     /// Disturbs calls of the simulated driver: arguments of `simgpu fault add`.

@@ -124,11 +124,12 @@ const PAGES: &[Story] = &[
         steps: &[
             Do(operated),
             A(1),
-            Left(2, "needs journald"),
+            Left(2, "needs a copy that lasts"),
+            Left(3, "needs journald"),
             Do(paused),
-            A(3),
-            Do(a_counts),
             A(4),
+            Do(a_counts),
+            A(5),
         ],
         replace: &[
             (

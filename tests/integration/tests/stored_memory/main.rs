@@ -12,7 +12,7 @@ use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left,
 use firn_node::Platform;
 
 use delta::a_second_checkpoint_writes_what_has_changed;
-use progress::a_copy_that_takes_long_is_shown;
+use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use together::two_checkpoints_and_gc_share_a_store;
 
 /// Large memory goes into a store.
@@ -350,6 +350,7 @@ fn main() -> ExitCode {
         an_annotation_chooses_where_memory_goes [FORKY];
         an_exported_image_needs_no_store [FORKY, TRIXIE];
         a_copy_that_takes_long_is_shown [FORKY];
+        a_dump_that_fails_ends_the_copy [FORKY];
         a_second_checkpoint_writes_what_has_changed [FORKY];
         two_checkpoints_and_gc_share_a_store [FORKY];
     })

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, GpuHost, StallFs, on};
+use firn_lab::{BUNDLES, Container, GpuHost, StallFs, failure, on};
 use firn_node::{Platform, wait_for};
 use serde_json::Value;
 
@@ -58,6 +58,30 @@ fn is_shown(
     let left = host.node().path(format!("{BUNDLES}/job/firn-progress.json"));
     ensure!(!left.exists(), "its file is left");
     Ok(())
+}
+
+/// runc whose checkpoints fail.
+const FAILING: &str =
+    "#!/bin/sh\ncase \" $* \" in *\" checkpoint \"*) exit 1 ;; esac\nexec /usr/sbin/runc \"$@\"\n";
+
+/// The container stands still for the copy: when CRIU has failed, nobody waits for it.
+pub fn a_dump_that_fails_ends_the_copy(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-ends", 1)?], |[host]| {
+        let store = StallFs::mount(host, "/srv/store")?;
+        host.configure(STORE)?;
+        let job = job(host, &[])?;
+        job.checkpoint("checkpoint/first")?;
+        store.stall(&["write"])?;
+        host.replace_runc(FAILING)?;
+        let output = failure(job.checkpoint("checkpoint/job").map(drop))?;
+        ensure!(output.contains("FIRN-DUMP:"), "{output}");
+        job.goes_on(3)?;
+        store.go_on()?;
+        host.node().run(&["rm", "/usr/local/sbin/runc"])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        host.idle()
+    })
 }
 
 pub fn a_copy_that_takes_long_is_shown(platform: Platform) -> Result<()> {

@@ -91,38 +91,45 @@ impl ContainerEffects<'_> {
             cancel: &self.cancel,
             freezer: Some(&self.cgroup),
         };
-        let copying = self.copying().await?;
-        let image = (
-            self.config.checkpoint.open_image_dir,
-            copying.as_ref().map_or(0, |copying| copying.files),
-        );
+        let mut copying = self.copying().await?;
+        let files = copying.as_ref().map_or(0, |copying| copying.files);
+        let image = (self.config.checkpoint.open_image_dir, files);
         let left = &mut self.progress.leftovers;
         begin(self.container, self.request, image, bounds, left).await?;
-        let dump = || dump(self.container, self.request, (&flags, plugins.as_path()), bounds);
-        let Some(copying) = copying else {
-            dump().await?;
+        // At most twice.
+        loop {
+            let failed = CancellationToken::default();
+            let dumping = async {
+                let dumped = dump(self.container, self.request, (&flags, plugins.as_path()), bounds).await;
+                // The container stands still for the copy: nobody needs it any more.
+                dumped.inspect_err(|_| failed.cancel())
+            };
+            let saving = async {
+                match &copying {
+                    Some(copying) => copying.save(&failed).await,
+                    None => Ok(Saved::default()),
+                }
+            };
+            // CRIU to its end: nobody cleans up after one that is left alone.
+            let (dumped, saved) = tokio::join!(dumping, saving);
+            dumped?;
             self.timings.mark(Phase::CriuDump);
-            return Ok(Copied::default());
-        };
-        // Both to their ends: nobody cleans up after a CRIU that is left alone.
-        let (dumped, saved) = tokio::join!(dump(), copying.save());
-        dumped?;
-        self.timings.mark(Phase::CriuDump);
-        let image = self.request.image.clone();
-        let copied = match saved {
-            Ok(saved) => copying.rest(image.inside(), saved).await,
-            Err(error) => Err(error),
-        };
-        self.timings.mark(Phase::CopyMemory);
-        match copied {
-            Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
-            copied => return Ok(copied?),
+            let Some(copying) = copying.take() else {
+                return Ok(Copied::default());
+            };
+            let image = self.request.image.clone();
+            let copied = match saved {
+                Ok(saved) => copying.rest(image.inside(), saved).await,
+                Err(error) => Err(error),
+            };
+            self.timings.mark(Phase::CopyMemory);
+            match copied {
+                Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
+                copied => return Ok(copied?),
+            }
+            let empty = move || image.empty_discarded_pages();
+            bounded("empty the pages files", limit, &self.cancel, empty).await??;
         }
-        let empty = move || image.empty_discarded_pages();
-        bounded("empty the pages files", limit, &self.cancel, empty).await??;
-        dump().await?;
-        self.timings.mark(Phase::CriuDump);
-        Ok(Copied::default())
     }
 
     fn warn_of_criu(&self, why: &str) {
@@ -182,11 +189,18 @@ fn process(pid: i32) -> Option<Process> {
 }
 
 impl Copying {
-    /// Copies large memory into the store.
-    async fn save(&self) -> Result<Saved, CopyError> {
-        match &self.save {
-            None => Ok(Saved::default()),
-            Some(save) => self.copier.ask(Request::Save(save.clone()), &self.cancel).await,
+    /// Copies large memory into the store, unless the container is to end or `failed` is cancelled.
+    async fn save(&self, failed: &CancellationToken) -> Result<Saved, CopyError> {
+        let Some(save) = self.save.clone() else {
+            return Ok(Saved::default());
+        };
+        let mut asked = Box::pin(self.copier.ask(Request::Save(save), failed));
+        tokio::select! {
+            saved = &mut asked => saved,
+            () = self.cancel.cancelled() => {
+                failed.cancel();
+                asked.await
+            }
         }
     }
 
