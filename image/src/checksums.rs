@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -54,18 +54,12 @@ impl ImageFile {
             sha256_of_blocks: None,
         };
         if size < LARGE {
-            described.sha256 = Some(of_small(file, size)?);
+            described.sha256 = read_at_most(file, LARGE)?.map(|bytes| sha256(&bytes));
         } else {
             described.sha256_of_blocks = Some(sums.finish(size)?);
         }
         Ok(described)
     }
-}
-
-fn of_small(file: &File, size: u64) -> io::Result<String> {
-    let mut bytes = vec![0; usize::try_from(size).map_err(io::Error::other)?];
-    file.read_exact_at(&mut bytes, 0)?;
-    Ok(sha256(&bytes))
 }
 
 const COPY_AGAIN: &str = "copy the checkpoint from its origin again, or make it again";

@@ -27,6 +27,10 @@ pub struct Container<'h> {
     carried: usize,
 }
 
+fn checkpoint_command<'a>(id: &'a str, image: &'a str) -> [&'a str; 7] {
+    ["ctr", "containers", "checkpoint", "--rw", "--task", id, image]
+}
+
 fn restore_command<'a>(id: &'a str, image: &'a str) -> [&'a str; 7] {
     ["ctr", "containers", "restore", "--rw", "--live", id, image]
 }
@@ -164,20 +168,16 @@ impl<'h> Container<'h> {
     /// Checkpoints the task and the root file system into `image`; the container goes on.
     pub fn checkpoint(&self, image: &str) -> Result<Move> {
         let begun = Instant::now();
-        let node = self.host.node();
-        node.run(&[
-            "ctr",
-            "containers",
-            "checkpoint",
-            "--rw",
-            "--task",
-            &self.id,
-            image,
-        ])
-        .with_context(|| self.criu_errors())?;
+        let checkpoint = self.host.node().run(&checkpoint_command(&self.id, image));
+        checkpoint.with_context(|| self.criu_errors())?;
         let took = begun.elapsed();
         Archive::check(self.host, image).context("read by the documents")?;
         Ok(Move { took })
+    }
+
+    /// Begins [`Container::checkpoint`]. Gives the client.
+    pub fn begin_checkpoint(&self, image: &str) -> Result<Child> {
+        self.host.node().spawn(&checkpoint_command(&self.id, image))
     }
 
     /// The errors in CRIU's log of its last checkpoint, for the message of a test that fails.

@@ -73,10 +73,8 @@ fn files(dir: &Path, body: &Value) -> Result<()> {
     }
     for entry in fs::read_dir(dir)? {
         let name = entry?.file_name();
-        let is_listed = images
-            .iter()
-            .any(|image| image["name"] == *name.to_string_lossy());
         let name = name.to_string_lossy();
+        let is_listed = images.iter().any(|image| image["name"] == *name);
         let is_read = name.ends_with(".img") || name == "descriptors.json" || name == "parent";
         ensure!(is_listed || !is_read, "{name} is not described");
     }

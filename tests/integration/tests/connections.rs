@@ -273,16 +273,6 @@ fn connections_survive_a_criu_that_is_killed(platform: Platform) -> Result<()> {
     })
 }
 
-const CHECKPOINT: [&str; 7] = [
-    "ctr",
-    "containers",
-    "checkpoint",
-    "--rw",
-    "--task",
-    "job",
-    "checkpoint/job",
-];
-
 /// As containers of a pod share one. What is left there by a checkpoint concerns the others.
 fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-pod", 1)?], |[host]| {
@@ -306,7 +296,7 @@ fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> R
             job.goes_on(3)?;
             carries(&job, "first")?;
             host.blow(order)?;
-            let client = node.spawn(&CHECKPOINT)?;
+            let client = job.begin_checkpoint("checkpoint/job")?;
             wait_for("CRIU to be hit", WAIT, || Ok(host.was_struck().ok()))?;
             if kills {
                 ensure!(rules()?.contains("CRIU"), "nothing is locked");

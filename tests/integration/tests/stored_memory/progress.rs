@@ -93,16 +93,7 @@ pub fn a_copy_that_takes_long_is_shown(platform: Platform) -> Result<()> {
         job.checkpoint("checkpoint/first")?;
         store.stall(&["write"])?;
         let node = host.node();
-        let call = [
-            "ctr",
-            "containers",
-            "checkpoint",
-            "--rw",
-            "--task",
-            "job",
-            "checkpoint/job",
-        ];
-        let mut checkpoint = node.spawn(&call)?;
+        let mut checkpoint = job.begin_checkpoint("checkpoint/job")?;
         is_shown(host, "checkpoint", "copy-memory", || {
             store.go_on()?;
             ensure!(checkpoint.wait()?.success(), "the checkpoint failed");

@@ -43,18 +43,8 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
 
         store.stall(&["write"])?;
         let image = |id: &str| format!("checkpoint/{id}");
-        let checkpoint = |id: &&str| {
-            node.spawn(&[
-                "ctr",
-                "containers",
-                "checkpoint",
-                "--rw",
-                "--task",
-                id,
-                &image(id),
-            ])
-        };
-        let mut clients = JOBS.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
+        let checkpoint = |job: &Container<'_>| job.begin_checkpoint(&image(job.id()));
+        let mut clients = jobs.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
         wait_for("both copies", SOON, || Ok(are_copied(host)?.then_some(())))?;
         let mut gc = node.spawn(&["firn", "store", "gc", "--grace", "0s"])?;
         store.go_on()?;
