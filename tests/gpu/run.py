@@ -244,8 +244,19 @@ def arguments():
     parser.add_argument("--memory", default="90g", help="size of the tmpfs that holds checkpoints in flight")
     parser.add_argument("--huge", default="never", choices=["never", "always"], help="huge pages in that tmpfs")
     parser.add_argument("--store", help="directory of a store that gets the memory of all checkpoints")
+    parser.add_argument("--inline-copy", choices=["criu", "firn"], help="who copies the memory of images without a store")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
+
+
+def images_section(args):
+    """Section [images] of firn's configuration, or None."""
+    values = {}
+    if args.store:
+        values |= {"store": args.store, "bulk": "store"}
+    if args.inline_copy:
+        values["inline-copy"] = args.inline_copy
+    return "".join(["[images]\n", *(f'{key} = "{value}"\n' for key, value in values.items())]) if values else None
 
 
 def main():
@@ -267,8 +278,7 @@ def main():
     gpus = [] if args.no_gpu else cdi.gpus()
 
     memory = f"size={args.memory},huge={args.huge}"
-    images = f'[images]\nstore = "{args.store}"\nbulk = "store"\n' if args.store else None
-    host = hosts.Host(args.work, bin_dir, memory, environment, report.log, images)
+    host = hosts.Host(args.work, bin_dir, memory, environment, report.log, images_section(args))
     facts = machine_facts(host, gpus)
     report.add({"machine": facts})
     report.show(f"machine: {json.dumps(facts)}")

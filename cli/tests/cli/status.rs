@@ -15,7 +15,7 @@ struct Shim(Child);
 impl Shim {
     fn start(node: &Node) -> Self {
         let program = node.path("containerd-shim-firn-v2");
-        std::fs::copy("/bin/sleep", &program).expect("a program");
+        std::os::unix::fs::symlink("/bin/sleep", &program).expect("a program");
         Self(Command::new(program).arg("1000").spawn().expect("a process"))
     }
 }

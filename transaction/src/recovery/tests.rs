@@ -18,7 +18,7 @@ impl Program {
     fn start(dir: &Path, name: &str, leader: i32, cwd: &Path) -> Self {
         let program = dir.join(name);
         if !program.exists() {
-            fs::copy("/bin/sleep", &program).unwrap();
+            std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         }
         let mut command = Command::new(program);
         command.arg("1000").process_group(leader).current_dir(cwd);

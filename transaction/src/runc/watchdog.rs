@@ -68,7 +68,7 @@ mod tests {
     fn only_a_dead_criu_counts_as_dead() {
         let directory = tempfile::tempdir().unwrap();
         let criu = directory.path().join("criu");
-        fs::copy("/bin/sleep", &criu).unwrap();
+        std::os::unix::fs::symlink("/bin/sleep", &criu).unwrap();
         // A runtime that does not reap, with CRIU and one of its tasks.
         let script = "\"$0\" 1000 & \"$0\" 1000 & exec sleep 1000";
         let mut command = Command::new("sh");

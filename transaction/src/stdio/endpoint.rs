@@ -1,22 +1,29 @@
-//! The ends of a copy: the client's fifos and files, and the pipes to the process. Opening never blocks.
+//! The ends of a copy: the client's fifos and files, and the pipes to the process. Opening never blocks, and
+//! only an output fifo waits, for its client.
 
-use std::fs::{DirBuilder, File};
+use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::unistd::{Gid, Uid, fchown, pipe2};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+use tokio::time::{Instant, sleep};
 
 use super::{Error, Owner, Stream};
 
 /// A non-blocking descriptor in the reactor. Shared, because a terminal is read and written through the same
 /// one.
 pub(super) type Watched = Arc<AsyncFd<OwnedFd>>;
+
+/// How long a client may take to open its side of an output fifo.
+const CLIENT: Duration = Duration::from_secs(3);
 
 /// Registers a descriptor with the reactor.
 pub(super) fn watch(fd: OwnedFd, interest: Interest, stream: Stream) -> Result<Watched, Error> {
@@ -92,13 +99,13 @@ pub(super) enum Sink {
 
 impl Sink {
     /// Opens a path that a client gave without a scheme: a fifo, or a file that exists.
-    pub(super) fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
+    pub(super) async fn open(path: &Path, stream: Stream) -> Result<Self, Error> {
         let failed = cannot_open(path, stream);
         if !std::fs::metadata(path).map_err(failed)?.file_type().is_fifo() {
             let file = File::options().append(true).open(path).map_err(failed)?;
             return Ok(Self::File(Arc::new(file)));
         }
-        let (reader, writer) = open_both_sides(path).map_err(failed)?;
+        let (reader, writer) = open_with_client(path).await.map_err(failed)?;
         Ok(Self::Pipe(
             watch(writer, Interest::WRITABLE, stream)?,
             Some(reader),
@@ -125,10 +132,29 @@ fn cannot_open(path: &Path, stream: Stream) -> impl Fn(io::Error) -> Error + Cop
     }
 }
 
+/// Waits until the client has opened its side, as the stock shim does: once the shim closes a fifo that nobody
+/// else has opened, the output of a short process is gone. The stock shim has no deadline there.
+async fn open_with_client(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
+    let deadline = Instant::now() + CLIENT;
+    loop {
+        match open_side(path, File::options().write(true)) {
+            Err(error) if error.raw_os_error() == Some(Errno::ENXIO as i32) => {}
+            writer => return Ok((open_side(path, File::options().read(true))?, writer?)),
+        }
+        if Instant::now() >= deadline {
+            return open_both_sides(path);
+        }
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
 /// Order matters: opening a fifo's write side does not block only once the fifo has a reader.
 fn open_both_sides(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
-    let nonblocking = OFlag::O_NONBLOCK.bits();
-    let reader = File::options().read(true).custom_flags(nonblocking).open(path)?;
-    let writer = File::options().write(true).custom_flags(nonblocking).open(path)?;
-    Ok((reader.into(), writer.into()))
+    let reader = open_side(path, File::options().read(true))?;
+    Ok((reader, open_side(path, File::options().write(true))?))
+}
+
+fn open_side(path: &Path, options: &mut OpenOptions) -> io::Result<OwnedFd> {
+    let file = options.custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
+    Ok(file.into())
 }

@@ -82,7 +82,7 @@ impl StdioConfig {
             Target::Fifos { stdout, stderr } => {
                 for (path, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
                     if let Some(path) = path {
-                        prepared.connect(owner, stream, Sink::open(path, stream)?)?;
+                        prepared.connect(owner, stream, Sink::open(path, stream).await?)?;
                     }
                 }
             }
@@ -114,7 +114,7 @@ impl StdioConfig {
             Target::Fifos { stdout: None, .. } => Ok(Sink::Discard),
             Target::Fifos {
                 stdout: Some(path), ..
-            } => Sink::open(path, Stream::Stdout),
+            } => Sink::open(path, Stream::Stdout).await,
             Target::File { path, .. } => Ok(Sink::File(log_file(path)?)),
             Target::Binary(binary) => {
                 let (logger, pipes) = Logger::start(binary, &self.id, &self.namespace, owner, reaper).await?;

@@ -187,6 +187,37 @@ async fn without_any_path_the_process_has_dev_null() {
     assert!(prepared.start().await.unwrap().drain(PATIENT).await);
 }
 
+/// A client under load opens its side after it has sent the call, and a short process has ended by then.
+#[tokio::test]
+async fn a_client_that_is_late_loses_nothing() {
+    let client = Client::new();
+    let path = client.path("stdout");
+    let reader = thread::spawn(move || {
+        // A span, not a condition: the shim must wait for the client and not the client for the shim.
+        thread::sleep(Duration::from_millis(300));
+        fs::read_to_string(path).unwrap()
+    });
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let child = client.spawn(&mut prepared, "echo out");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 0);
+    assert!(copier.drain(PATIENT).await);
+    assert_eq!(reader.join().unwrap(), "out\n");
+}
+
+/// The process must not wait for a client that has gone.
+#[tokio::test]
+async fn a_client_that_never_reads_does_not_keep_the_process_from_starting() {
+    let client = Client::new();
+    tokio::time::pause();
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    tokio::time::resume();
+    let child = client.spawn(&mut prepared, "echo out; exit 3");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 3);
+    assert!(copier.drain(PATIENT).await);
+}
+
 #[tokio::test]
 async fn both_outputs_arrive_and_end() {
     let client = Client::new();
