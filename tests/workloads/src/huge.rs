@@ -2,7 +2,10 @@
 
 use std::io;
 use std::ptr::NonNull;
+use std::thread;
+use std::time::Duration;
 
+use nix::errno::Errno;
 use nix::sys::mman::{MmapAdvise, madvise};
 
 /// What advice begins and ends at.
@@ -29,6 +32,14 @@ fn advise<T>(values: &mut Vec<T>, advice: MmapAdvise) -> io::Result<()> {
     let skipped = first.align_offset(PAGE);
     let length = bytes.saturating_sub(skipped) / PAGE * PAGE;
     let at = NonNull::new(first.wrapping_add(skipped)).ok_or(io::ErrorKind::InvalidInput)?;
-    // SAFETY: the range is a part of this allocation, and has no content that could be lost.
-    Ok(unsafe { madvise(at.cast(), length, advice) }?)
+    let mut tries = 100;
+    loop {
+        // SAFETY: the range is a part of this allocation, and has no content that could be lost.
+        match unsafe { madvise(at.cast(), length, advice) } {
+            // madvise(2): the kernel has no memory for its own notes at this moment.
+            Err(Errno::EAGAIN) if tries > 0 => tries -= 1,
+            advised => return Ok(advised?),
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
 }
