@@ -1,5 +1,6 @@
 //! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
 
+mod bare;
 mod delta;
 mod progress;
 mod together;
@@ -11,6 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
 
+use bare::criu_alone_restores_what_firn_copied;
 use delta::a_second_checkpoint_writes_what_has_changed;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use together::two_checkpoints_and_gc_share_a_store;
@@ -353,5 +355,6 @@ fn main() -> ExitCode {
         a_dump_that_fails_ends_the_copy [FORKY];
         a_second_checkpoint_writes_what_has_changed [FORKY];
         two_checkpoints_and_gc_share_a_store [FORKY];
+        criu_alone_restores_what_firn_copied [FORKY, TRIXIE];
     })
 }

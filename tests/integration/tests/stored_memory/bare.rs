@@ -1,0 +1,50 @@
+//! An inline image is CRIU's own: CRIU restores it without firn.
+
+use anyhow::{Result, ensure};
+use firn_lab::{Built, on};
+use firn_node::Platform;
+
+use crate::host;
+
+/// Dumps a process with 64 MiB of memory, every other MiB of it zero, into a directory where CRIU's pages go
+/// nowhere; firn-hook writes them while the process stands still; CRIU restores the process. The size of the
+/// pages file and the process's own lines are printed.
+const STEPS: &str = r#"set -e
+# What the node's init has open, which CRIU does not find in the node.
+for fd in /proc/$$/fd/*; do fd=${fd##*/}; [ $fd -le 2 ] || eval "exec $fd<&-"; done
+mkdir -p /srv/bare/image
+cd /srv/bare
+setsid memory-hog --mib 64 --fill half-zero --huge /srv/bare/lines </dev/null >/dev/null 2>&1 &
+job=$!
+lines() { i=0; until grep -qs "" lines && [ "$(wc -l <lines)" = "$1" ]; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.05; done; }
+trap 'tail -n 4 image/*.log >&2' EXIT
+lines 1
+ln -s /dev/null image/pages-1.img
+criu dump -t $job -D image --leave-stopped -o dump.log >/dev/null
+rest='{"request":{"rest":{"image":"/srv/bare/image","processes":[{"pid":PID,"inside":PID}],"bulk":[]}},"shown":null}'
+echo "$rest" | sed "s/PID/$job/g" | firn-hook memory >/dev/null
+kill -KILL $job
+while [ -e /proc/$job/exe ]; do sleep 0.05; done
+criu restore -D image -d -o restore.log >/dev/null
+kill -USR1 $job
+lines 2
+stat -c %s image/pages-1.img
+cat lines
+kill -KILL $job"#;
+
+pub fn criu_alone_restores_what_firn_copied(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-bare", 1)?], |[host]| {
+        let hog = Built::for_tests()?.program("memory-hog");
+        host.node().install(hog, "/usr/local/bin/memory-hog", 0o755)?;
+        let printed = host.node().run(&["bash", "-c", STEPS])?.stdout;
+        let lines: Vec<_> = printed.lines().collect();
+        let [size, ready, verdict] = lines[..] else {
+            anyhow::bail!("printed:\n{printed}");
+        };
+        let sum = ready.strip_prefix("ready ").unwrap_or_default();
+        ensure!(verdict == format!("OK {sum}"), "{printed}");
+        let mib = size.parse::<u64>()? >> 20;
+        ensure!((32..48).contains(&mib), "the pages file has {mib} MiB");
+        Ok(())
+    })
+}
