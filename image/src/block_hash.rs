@@ -1,4 +1,4 @@
-//! The checksum of a large file: the SHA-256 of the SHA-256s of its blocks, in order, on several threads.
+//! Checksums of large files, block by block on several threads.
 
 use std::fs::File;
 use std::io;
@@ -6,11 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use blake3::hazmat::{HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 use sha2::{Digest, Sha256};
 
 use crate::threads;
 
-/// Size of a block; the last one may be shorter. Part of the format.
+/// Size of a block; the last one may be shorter. Part of the format of old images, and whole subtrees of a
+/// BLAKE3.
 const BLOCK: u64 = 4 << 20;
 
 /// Bytes that a thread reads at once. Larger pieces read no faster, and allocators keep them.
@@ -18,22 +20,99 @@ const CHUNK: usize = 64 << 10;
 
 type BlockSum = [u8; 32];
 
+/// What a checksum is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The file's BLAKE3, as `b3sum` prints it.
+    Blake3,
+    /// The SHA-256 of the SHA-256s of its blocks, in order: firn before 2026-11-24 wrote these.
+    Sha256OfBlocks,
+}
+
+impl Kind {
+    /// The checksum of a file of so many bytes, of which these are the blocks.
+    fn of_sums(self, sums: &[BlockSum]) -> String {
+        match (self, sums) {
+            (Self::Blake3, [one]) => hex(one),
+            (Self::Blake3, []) => blake3::hash(&[]).to_string(),
+            (Self::Blake3, _) => {
+                let (left, right) = halves(sums);
+                merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash).to_string()
+            }
+            (Self::Sha256OfBlocks, _) => {
+                let mut all = Sha256::new();
+                sums.iter().for_each(|sum| all.update(sum));
+                hex(&all.finalize())
+            }
+        }
+    }
+
+    /// Of a block of a file that has so many bytes.
+    fn of_block(self, file: &File, block: usize, size: u64) -> io::Result<BlockSum> {
+        let at = block as u64 * BLOCK;
+        let end = size.min(at + BLOCK);
+        match self {
+            Self::Blake3 => {
+                let mut sum = blake3::Hasher::new();
+                sum.set_input_offset(at);
+                read(file, at, end, |bytes| {
+                    sum.update(bytes);
+                })?;
+                Ok(match size <= BLOCK {
+                    true => sum.finalize().into(),
+                    false => sum.finalize_non_root(),
+                })
+            }
+            Self::Sha256OfBlocks => {
+                let mut sum = Sha256::new();
+                read(file, at, end, |bytes| sum.update(bytes))?;
+                Ok(sum.finalize().into())
+            }
+        }
+    }
+}
+
+/// The two subtrees of which a tree over these blocks consists: the left one is the largest whole one.
+fn halves(sums: &[BlockSum]) -> (&[BlockSum], &[BlockSum]) {
+    sums.split_at(sums.len().next_power_of_two() / 2)
+}
+
+fn subtree(sums: &[BlockSum]) -> BlockSum {
+    if let [one] = sums {
+        return *one;
+    }
+    let (left, right) = halves(sums);
+    merge_subtrees_non_root(&subtree(left), &subtree(right), Mode::Hash)
+}
+
+fn read(file: &File, mut at: u64, end: u64, mut each: impl FnMut(&[u8])) -> io::Result<()> {
+    let mut buffer = vec![0; CHUNK];
+    while at < end {
+        let rest = usize::try_from(end - at).unwrap_or(CHUNK);
+        let chunk = &mut buffer[..rest.min(CHUNK)];
+        file.read_exact_at(chunk, at)?;
+        each(chunk);
+        at += chunk.len() as u64;
+    }
+    Ok(())
+}
+
 /// The checksum of the first `size` bytes, in hexadecimal. A shorter file is an error, and so is `stop`,
 /// which is checked after each block.
-pub(super) fn checksum(file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
+pub(super) fn checksum(kind: Kind, file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
     let blocks = usize::try_from(size.div_ceil(BLOCK)).map_err(io::Error::other)?;
     let sums = threads::each(
         blocks,
         || (),
         |block, ()| match stop.load(Ordering::Relaxed) {
             true => Err(io::Error::other("cancelled")),
-            false => of_block(file, block, size),
+            false => kind.of_block(file, block, size),
         },
     )?;
-    Ok(of_sums(&sums))
+    Ok(kind.of_sums(&sums))
 }
 
-/// The checksum of a file that is being written: each block is read again, by the thread that has written the
+/// The BLAKE3 of a file that is being written: each block is read again, by the thread that has written the
 /// last of it, while it is in the page cache and in part in the processor's.
 pub(crate) struct Sums<'a> {
     file: &'a File,
@@ -63,7 +142,7 @@ impl<'a> Sums<'a> {
             let written = self.written.get(block).ok_or(io::ErrorKind::InvalidInput)?;
             // Order matters: who adds the last bytes reads what others have written before they added theirs.
             if written.fetch_add(next - from, Ordering::AcqRel) + (next - from) == BLOCK {
-                let sum = of_block(self.file, block, u64::MAX)?;
+                let sum = Kind::Blake3.of_block(self.file, block, u64::MAX)?;
                 self.whole().push((block, sum));
             }
             from = next;
@@ -74,13 +153,17 @@ impl<'a> Sums<'a> {
     /// The checksum, in hexadecimal, once all `size` bytes are written.
     pub(crate) fn finish(self, size: u64) -> io::Result<String> {
         let mut sums = std::mem::take(&mut *self.whole());
+        if size <= BLOCK {
+            // The block is the root, which was not known when it was written.
+            return Ok(hex(&Kind::Blake3.of_block(self.file, 0, size)?));
+        }
         sums.sort_unstable_by_key(|(block, _)| *block);
         let mut sums: Vec<BlockSum> = sums.into_iter().map(|(_, sum)| sum).collect();
         if !size.is_multiple_of(BLOCK) {
-            sums.push(of_block(self.file, sums.len(), size)?);
+            sums.push(Kind::Blake3.of_block(self.file, sums.len(), size)?);
         }
         match sums.len() as u64 == size.div_ceil(BLOCK) {
-            true => Ok(of_sums(&sums)),
+            true => Ok(Kind::Blake3.of_sums(&sums)),
             false => Err(io::Error::other("a block of the file was not written")),
         }
     }
@@ -88,27 +171,6 @@ impl<'a> Sums<'a> {
     fn whole(&self) -> std::sync::MutexGuard<'_, Vec<(usize, BlockSum)>> {
         self.whole.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn of_sums(sums: &[BlockSum]) -> String {
-    let mut all = Sha256::new();
-    sums.iter().for_each(|sum| all.update(sum));
-    hex(&all.finalize())
-}
-
-/// The SHA-256 of a block of a file that has so many bytes.
-fn of_block(file: &File, block: usize, size: u64) -> io::Result<BlockSum> {
-    let (mut sum, mut buffer) = (Sha256::new(), vec![0; CHUNK]);
-    let mut at = block as u64 * BLOCK;
-    let end = size.min(at + BLOCK);
-    while at < end {
-        let rest = usize::try_from(end - at).unwrap_or(CHUNK);
-        let chunk = &mut buffer[..rest.min(CHUNK)];
-        file.read_exact_at(chunk, at)?;
-        sum.update(&*chunk);
-        at += chunk.len() as u64;
-    }
-    Ok(sum.finalize().into())
 }
 
 /// The SHA-256 of some bytes, in hexadecimal.
@@ -126,28 +188,36 @@ mod tests {
 
     use super::*;
 
-    fn checksum(file: &File, size: u64) -> io::Result<String> {
-        super::checksum(file, size, &AtomicBool::new(false))
+    fn checksum(kind: Kind, file: &File, size: u64) -> io::Result<String> {
+        super::checksum(kind, file, size, &AtomicBool::new(false))
     }
 
     #[test]
     fn every_byte_and_the_order_of_blocks_count() {
+        every_byte_counts(Kind::Blake3);
+        every_byte_counts(Kind::Sha256OfBlocks);
+    }
+
+    fn every_byte_counts(kind: Kind) {
         let size = 3 * BLOCK + 17;
         let file = tempfile::tempfile().unwrap();
         file.set_len(size).unwrap();
-        let blank = checksum(&file, size).unwrap();
+        let blank = checksum(kind, &file, size).unwrap();
         let mut seen = std::collections::HashSet::from([blank.clone()]);
         for at in [0, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 3 * BLOCK, size - 1] {
             file.write_all_at(&[1], at).unwrap();
             assert!(
-                seen.insert(checksum(&file, size).unwrap()),
+                seen.insert(checksum(kind, &file, size).unwrap()),
                 "byte {at} does not count"
             );
             file.write_all_at(&[0], at).unwrap();
         }
-        assert_eq!(checksum(&file, size).unwrap(), blank);
-        assert!(seen.insert(checksum(&file, size - 1).unwrap()));
-        assert!(checksum(&file, size + 1).is_err(), "a file that is too short");
+        assert_eq!(checksum(kind, &file, size).unwrap(), blank);
+        assert!(seen.insert(checksum(kind, &file, size - 1).unwrap()));
+        assert!(
+            checksum(kind, &file, size + 1).is_err(),
+            "a file that is too short"
+        );
     }
 
     #[test]
@@ -157,7 +227,7 @@ mod tests {
         file.set_len(size).unwrap();
         let stop = AtomicBool::new(false);
         thread::scope(|scope| {
-            let working = scope.spawn(|| super::checksum(&file, size, &stop));
+            let working = scope.spawn(|| super::checksum(Kind::Blake3, &file, size, &stop));
             stop.store(true, Ordering::Relaxed);
             assert!(working.join().unwrap().is_err());
         });
@@ -180,7 +250,7 @@ mod tests {
             }
             assert_eq!(
                 sums.finish(size).unwrap(),
-                checksum(&file, size).unwrap(),
+                blake3::hash(&content).to_string(),
                 "{size}"
             );
         }
@@ -192,7 +262,20 @@ mod tests {
     }
 
     #[test]
-    fn it_is_the_checksum_of_the_format() {
+    fn it_is_the_blake3_of_the_file() {
+        let file = tempfile::tempfile().unwrap();
+        let content: Vec<u8> = (0..6 * BLOCK + 1).map(|n| (n % 251) as u8).collect();
+        file.write_all_at(&content, 0).unwrap();
+        let whole = (0..=6).map(|blocks| blocks * BLOCK);
+        for size in whole.flat_map(|size| [size.saturating_sub(1025), size, size + 1]) {
+            let expected = blake3::hash(&content[..usize::try_from(size).unwrap()]);
+            let found = checksum(Kind::Blake3, &file, size).unwrap();
+            assert_eq!(found, expected.to_string(), "{size}");
+        }
+    }
+
+    #[test]
+    fn old_images_have_another_one() {
         let file = tempfile::tempfile().unwrap();
         let content = [vec![1; 4 << 20], vec![2; 3]];
         file.write_all_at(&content.concat(), 0).unwrap();
@@ -200,6 +283,7 @@ mod tests {
             .iter()
             .flat_map(|block| Sha256::digest(block).to_vec())
             .collect();
-        assert_eq!(checksum(&file, (4 << 20) + 3).unwrap(), sha256(&digests));
+        let found = checksum(Kind::Sha256OfBlocks, &file, (4 << 20) + 3).unwrap();
+        assert_eq!(found, sha256(&digests));
     }
 }

@@ -17,7 +17,7 @@ use firn_host::Problem;
 use firn_host::bounded::read_at_most;
 use serde::{Deserialize, Serialize};
 
-use crate::block_hash::{self, Sums, sha256};
+use crate::block_hash::{self, Kind, Sums, sha256};
 use crate::dir::UntrustedDir;
 
 /// Files from this size on are summed up in blocks.
@@ -39,7 +39,10 @@ pub struct ImageFile {
     /// Its checksum in hexadecimal, for small files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
-    /// The checksum of the checksums of its blocks, for large files.
+    /// Another one, for large files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<String>,
+    /// The checksum of the checksums of its blocks: old images have it for large files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sha256_of_blocks: Option<String>,
 }
@@ -47,18 +50,30 @@ pub struct ImageFile {
 impl ImageFile {
     /// A file of so many bytes whose blocks were summed up while they were written.
     pub(crate) fn written(name: &str, file: &File, size: u64, sums: Sums<'_>) -> io::Result<Self> {
-        let mut described = Self {
-            name: name.to_owned(),
-            size,
-            sha256: None,
-            sha256_of_blocks: None,
-        };
+        let mut described = Self::sized(name.to_owned(), size);
         if size < LARGE {
             described.sha256 = read_at_most(file, LARGE)?.map(|bytes| sha256(&bytes));
         } else {
-            described.sha256_of_blocks = Some(sums.finish(size)?);
+            described.blake3 = Some(sums.finish(size)?);
         }
         Ok(described)
+    }
+
+    fn sized(name: String, size: u64) -> Self {
+        Self {
+            name,
+            size,
+            sha256: None,
+            blake3: None,
+            sha256_of_blocks: None,
+        }
+    }
+
+    /// Every checksum that it has: one, if it is that of an image.
+    pub(crate) fn checksums(&self) -> impl Iterator<Item = &String> {
+        [&self.sha256, &self.blake3, &self.sha256_of_blocks]
+            .into_iter()
+            .flatten()
     }
 }
 
@@ -190,7 +205,7 @@ pub fn describe_by(
     names.sort_unstable();
     let describe = |name: String| match known.iter().find(|known| known.name == name) {
         Some(known) => Ok(known.clone()),
-        None => measure(&dir, &path.join(&name), name, Read::All, stop).map(|(file, _)| file),
+        None => measure(&dir, &path.join(&name), name, None, stop).map(|(file, _)| file),
     };
     let files: Vec<ImageFile> = names.into_iter().map(describe).collect::<Result<_, _>>()?;
     essential(&files, path)?;
@@ -216,7 +231,7 @@ pub(super) fn verify(
     for file in files {
         let mut expected = file.clone();
         if memory.leaves(file) {
-            (expected.sha256, expected.sha256_of_blocks) = (None, None);
+            expected = ImageFile::sized(file.name.clone(), file.size);
             unread.push(file.clone());
         }
         let stamp = compare(&dir, path, &expected, stop)?;
@@ -237,13 +252,7 @@ fn compare(
     stop: &AtomicBool,
 ) -> Result<Stamp, ImageError> {
     let at = path.join(&file.name);
-    let has_sum = file.sha256.is_some() || file.sha256_of_blocks.is_some();
-    let read = if has_sum {
-        Read::Of(file.size)
-    } else {
-        Read::Nothing
-    };
-    let (found, stamp) = match measure(dir, &at, file.name.clone(), read, stop) {
+    let (found, stamp) = match measure(dir, &at, file.name.clone(), Some(file), stop) {
         Err(ImageError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             return Err(ImageError::Missing {
                 dir: path.to_owned(),
@@ -297,22 +306,12 @@ fn open(way: &Path, path: &Path) -> Result<(UntrustedDir, Vec<String>), ImageErr
     Ok((dir, names))
 }
 
-/// What of a file is read.
-enum Read {
-    /// All of it.
-    All,
-    /// All of it if it has this size.
-    Of(u64),
-    /// Nothing.
-    Nothing,
-}
-
-/// A file as it is.
+/// A file as it is. It is not read if it has another size than expected, or no checksum is expected.
 fn measure(
     dir: &UntrustedDir,
     path: &Path,
     name: String,
-    read: Read,
+    expected: Option<&ImageFile>,
     stop: &AtomicBool,
 ) -> Result<(ImageFile, Stamp), ImageError> {
     let unreadable = unreadable(path);
@@ -320,22 +319,20 @@ fn measure(
     // Before the content: what is written while it is read shows later.
     let metadata = file.metadata().map_err(&unreadable)?;
     let size = metadata.len();
-    let fits = match read {
-        Read::All => true,
-        Read::Of(expected) => expected == size,
-        Read::Nothing => false,
-    };
-    let mut found = ImageFile {
-        name,
-        size,
-        sha256: None,
-        sha256_of_blocks: None,
-    };
-    if fits && size < LARGE {
+    let is_read = expected.is_none_or(|file| file.size == size && file.checksums().next().is_some());
+    let is_old = expected.is_some_and(|file| file.sha256_of_blocks.is_some());
+    let mut found = ImageFile::sized(name, size);
+    let sum = |kind| block_hash::checksum(kind, &file, size, stop).map_err(&unreadable);
+    if !is_read {
+        return Ok((found, stamp(&metadata)));
+    }
+    if size < LARGE {
         let bytes = read_at_most(&file, LARGE).map_err(&unreadable)?;
         found.sha256 = bytes.map(|bytes| sha256(&bytes));
-    } else if fits {
-        found.sha256_of_blocks = Some(block_hash::checksum(&file, size, stop).map_err(unreadable)?);
+    } else if is_old {
+        found.sha256_of_blocks = Some(sum(Kind::Sha256OfBlocks)?);
+    } else {
+        found.blake3 = Some(sum(Kind::Blake3)?);
     }
     Ok((found, stamp(&metadata)))
 }

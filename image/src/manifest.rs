@@ -193,6 +193,10 @@ impl Manifest {
             (!self.inherited_gpus.is_empty(), envelope::INHERITED),
             (self.is_device_free(), envelope::DEVICE_FREE),
             (self.bulk.is_some(), envelope::STORED),
+            (
+                self.images.iter().any(|file| file.blake3.is_some()),
+                envelope::BLAKE3,
+            ),
         ]
         .into_iter()
         .filter_map(|(is_needed, need)| is_needed.then_some(need))

@@ -19,7 +19,9 @@ use firn_image::manifest::{
 use serde_json::Value;
 
 /// The version that this firn writes.
-const CURRENT: &str = "1.0";
+const CURRENT: &str = "1.0-blake3";
+/// Large files have the SHA-256 of the SHA-256s of their blocks.
+const OLD: &str = "1.0";
 const IMAGES: [(&str, Expected); 2] = [("gpu", gpu), ("plain", plain)];
 
 type Expected = fn() -> Manifest;
@@ -42,11 +44,13 @@ fn file(name: &str, size: u64, sha256: &str) -> ImageFile {
         name: name.to_owned(),
         size,
         sha256: Some(sha256.to_owned()),
+        blake3: None,
         sha256_of_blocks: None,
     }
 }
 
-fn files() -> Vec<ImageFile> {
+/// The files of an image whose large one has this BLAKE3, or the checksum of [`OLD`] images.
+fn files(blake3: Option<&str>, sha256_of_blocks: Option<&str>) -> Vec<ImageFile> {
     vec![
         file(
             "inventory.img",
@@ -57,9 +61,8 @@ fn files() -> Vec<ImageFile> {
             name: PAGES.0.to_owned(),
             size: PAGES.1 as u64,
             sha256: None,
-            sha256_of_blocks: Some(
-                "673c8f204f3a3202574588ca0b3b8cce83f2df55caba48f8b2dbff265b0fb16a".to_owned(),
-            ),
+            blake3: blake3.map(str::to_owned),
+            sha256_of_blocks: sha256_of_blocks.map(str::to_owned),
         },
         file(
             "pstree.img",
@@ -67,6 +70,21 @@ fn files() -> Vec<ImageFile> {
             "ea848539042a637416f2109b035986a0078189a76c6683e420c5a2cd24d70e96",
         ),
     ]
+}
+
+fn current_files() -> Vec<ImageFile> {
+    files(
+        Some("d7b0c8bf65e5c4d83045f23509a2af505c29af408a404c3f363f75a7a49a5040"),
+        None,
+    )
+}
+
+fn old(manifest: Manifest) -> Manifest {
+    let sum = "673c8f204f3a3202574588ca0b3b8cce83f2df55caba48f8b2dbff265b0fb16a";
+    Manifest {
+        images: files(None, Some(sum)),
+        ..manifest
+    }
 }
 
 fn source(n: u8) -> SourceGpu {
@@ -137,7 +155,7 @@ fn gpu() -> Manifest {
             runc: "1.3.6".to_owned(),
             kernel: "6.18.2".to_owned(),
         },
-        images: files(),
+        images: current_files(),
     }
 }
 
@@ -178,12 +196,16 @@ fn manifest_of(path: &str) -> Vec<u8> {
 
 #[test]
 fn images_of_every_released_version_are_read_as_they_were_written() {
-    for version in ["1.0"] {
-        for (name, expected) in IMAGES {
+    for version in [OLD, CURRENT] {
+        for (name, manifest) in IMAGES {
             let path = format!("{version}/{name}");
+            let expected = match version {
+                OLD => old(manifest()),
+                _ => manifest(),
+            };
             let dir = image(&path);
             let read = Manifest::read(dir.path()).unwrap().unwrap();
-            assert_eq!(read, expected(), "{path}");
+            assert_eq!(read, expected, "{path}");
             read.verify_images(dir.path()).unwrap();
         }
     }
@@ -210,7 +232,8 @@ fn a_newer_minor_version_is_read_and_its_unknown_fields_are_skipped() {
     let bytes = manifest_of("newer-minor");
     let value: Value = serde_json::from_slice(&bytes).unwrap();
     assert!(value["minor"].as_u64() > Some(0) && value["body"]["from_a_newer_firn"].is_object());
-    assert_eq!(Manifest::decode(&bytes, Path::new("firn.json")).unwrap(), gpu());
+    let read = Manifest::decode(&bytes, Path::new("firn.json")).unwrap();
+    assert_eq!(read, old(gpu()));
 }
 
 #[test]

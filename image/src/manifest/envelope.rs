@@ -27,8 +27,11 @@ pub(super) const DEVICE_FREE: &str = "device-free";
 /// Large memory is in a store.
 pub(super) const STORED: &str = "stored-memory";
 
+/// Large files have a BLAKE3.
+pub(super) const BLAKE3: &str = "blake3";
+
 /// Capabilities of this firn that an image may need.
-const KNOWN_NEEDS: [&str; 4] = [NVIDIA, INHERITED, DEVICE_FREE, STORED];
+const KNOWN_NEEDS: [&str; 5] = [NVIDIA, INHERITED, DEVICE_FREE, STORED, BLAKE3];
 
 const MAX_NEEDS: usize = 32;
 /// Longest name of a need.

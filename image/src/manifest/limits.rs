@@ -94,13 +94,10 @@ impl Manifest {
     }
 }
 
-/// Of the whole file or of its blocks: SHA-256 in hexadecimal.
+/// One checksum, of 64 hexadecimal digits.
 fn has_one_checksum(file: &ImageFile) -> bool {
-    let checksum = match (&file.sha256, &file.sha256_of_blocks) {
-        (Some(checksum), None) | (None, Some(checksum)) => checksum,
-        _ => return false,
-    };
-    checksum.len() == 64 && checksum.bytes().all(|c| c.is_ascii_hexdigit())
+    let is_checksum = |sum: &String| sum.len() == 64 && sum.bytes().all(|c| c.is_ascii_hexdigit());
+    file.checksums().count() == 1 && file.checksums().all(is_checksum)
 }
 
 /// At most so many, and each of them good.

@@ -10,9 +10,15 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 /// Capabilities that this reader has.
-const NEEDS: [&str; 4] = ["nvidia", "device-free", "inherited-gpus", "stored-memory"];
+const NEEDS: [&str; 5] = [
+    "nvidia",
+    "device-free",
+    "inherited-gpus",
+    "stored-memory",
+    "blake3",
+];
 
-/// Files from this size on are summed up in blocks.
+/// Files from this size on have another checksum.
 const LARGE: u64 = 1 << 20;
 /// Bytes of a block, and of an extent.
 const BLOCK: u64 = 4 << 20;
@@ -50,6 +56,12 @@ fn envelope(text: &str) -> Result<Value> {
         ("device-free", !body["released_gpus"].is_null()),
         ("inherited-gpus", !body["inherited_gpus"].is_null()),
         ("stored-memory", !body["bulk"].is_null()),
+        (
+            "blake3",
+            list(&body["images"])?
+                .iter()
+                .any(|image| !image["blake3"].is_null()),
+        ),
     ] {
         ensure!(needs.contains(&need) == is_there, "need {need} with {body}");
     }
@@ -67,7 +79,8 @@ fn files(dir: &Path, body: &Value) -> Result<()> {
         ensure!(fs::metadata(&path)?.len() == size, "{name} has another size");
         let (field, sum) = match size < LARGE {
             true => ("sha256", hex(&Sha256::digest(fs::read(&path)?))),
-            false => ("sha256_of_blocks", of_blocks(&path)?),
+            false if image["blake3"].is_null() => ("sha256_of_blocks", of_blocks(&path)?),
+            false => ("blake3", blake3_of(&path)?),
         };
         ensure!(image[field] == sum, "{name}: {field} is {}", image[field]);
     }
@@ -91,6 +104,12 @@ fn of_blocks(path: &Path) -> Result<String> {
         }
         all.update(Sha256::digest(&block));
     }
+}
+
+fn blake3_of(path: &Path) -> Result<String> {
+    let mut sum = blake3::Hasher::new();
+    sum.update_reader(File::open(path)?)?;
+    Ok(sum.finalize().to_string())
 }
 
 /// Every extent that the image's index names is there, and is what its name stands for.
@@ -166,8 +185,6 @@ mod tests {
         let large = vec![7; (5 << 20) + 3];
         fs::write(image.path().join("pages-1.img"), &large).unwrap();
         fs::write(image.path().join("pstree.img"), "tree").unwrap();
-        let blocks = large.chunks(4 << 20).flat_map(Sha256::digest).collect::<Vec<_>>();
-        let blocks = hex(&Sha256::digest(&blocks));
         let extent = blake3::hash(&large[..4 << 20]).to_hex();
         let length: u64 = 8 << 20;
         let index = json!({"format": "firn-store-index", "version": 1, "index": {"pieces": [
@@ -183,12 +200,12 @@ mod tests {
         fs::write(store.path().join("firn-store.json"), description).unwrap();
         let body = json!({"backend": "nvidia",
             "bulk": {"store": "here", "index": name.as_str(), "bytes": length}, "images": [
-            {"name": "pages-1.img", "size": large.len(), "sha256_of_blocks": blocks},
+            {"name": "pages-1.img", "size": large.len(), "blake3": blake3::hash(&large).to_string()},
             {"name": "pstree.img", "size": 4, "sha256": hex(&Sha256::digest("tree"))}]});
         let body = body.to_string();
         let manifest = format!(
             "{{\"format\":\"firn-checkpoint\",\"major\":1,\"minor\":0,\
-             \"needs\":[\"nvidia\",\"stored-memory\"],\"sha256\":\"{}\",\"body\":{body}}}",
+             \"needs\":[\"nvidia\",\"stored-memory\",\"blake3\"],\"sha256\":\"{}\",\"body\":{body}}}",
             hex(&Sha256::digest(&body))
         );
         fs::write(image.path().join("firn.json"), manifest).unwrap();

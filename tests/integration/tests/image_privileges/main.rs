@@ -115,8 +115,8 @@ fn sign(dir: &Path) -> Result<()> {
         images.push(match bytes.len() < 1 << 20 {
             true => json!({ "name": name, "size": bytes.len(), "sha256": sum(&bytes) }),
             false => {
-                let blocks: Vec<u8> = bytes.chunks(4 << 20).flat_map(Sha256::digest).collect();
-                json!({ "name": name, "size": bytes.len(), "sha256_of_blocks": sum(&blocks) })
+                let sum = blake3::hash(&bytes).to_string();
+                json!({ "name": name, "size": bytes.len(), "blake3": sum })
             }
         });
     }
