@@ -133,6 +133,8 @@ sections! {
         /// Where a complete image is put when its checkpoint has failed all the same, and containerd will
         /// remove it. Default: [`names::RESCUE_DIR`].
         pub rescue_dir: Option<PathBuf> = None,
+        /// Whether the whole host has transparent huge pages while the driver copies GPU memory.
+        pub huge_pages: HugePages = HugePages::Off,
     }
 
     /// `[restore]`
@@ -227,6 +229,20 @@ impl Word for OpenImageDir {
         ("refuse", Self::Refuse),
         ("allow", Self::Allow),
     ];
+}
+
+/// What becomes of the host's switch for transparent huge pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HugePages {
+    /// It is not looked at.
+    Off,
+    /// It is on while the driver copies GPU memory into host memory.
+    WhileCopying,
+}
+
+impl Word for HugePages {
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("off", Self::Off), ("while-copying", Self::WhileCopying)];
 }
 
 /// Where the memory of a checkpoint goes.

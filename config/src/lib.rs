@@ -17,8 +17,8 @@ pub mod text;
 mod toolkit;
 
 pub use file::{
-    Bulk, Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, Images,
-    InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
+    Bulk, Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook,
+    HugePages, Images, InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
 pub use programs::{
     INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,

@@ -71,6 +71,9 @@ pub const LABEL_PARKED: &str = "firn.dev/parked";
 /// Directory of the node in which each container of firn names its GPUs.
 pub const LEASES: &str = "/run/firn/leases";
 
+/// Directory of the node in which firn notes who has turned on the host's huge pages.
+pub const HUGE_PAGES: &str = "/run/firn/huge-pages";
+
 /// Annotation: what is called in the container when its checkpoint begins.
 pub const ANNOTATION_HOOK_PREPARE: &str = "firn.dev/hook-prepare";
 

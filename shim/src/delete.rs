@@ -28,6 +28,7 @@ use crate::logger;
 use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
+use firn_transaction::huge_pages;
 use firn_transaction::journal::Operation;
 use firn_transaction::killed_criu;
 use firn_transaction::options::RuncOptions;
@@ -93,6 +94,8 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         // Order matters: containerd removes its directory at this very moment.
         recovery.rescue(bundle).await;
         recovery.report_image();
+        // Order matters: all of the host's programs have them, and the rest may take all of the time.
+        huge_pages::recover().await;
         recovery.end_programs(KILL_LIMIT).await;
         // Containers of the same pod share its network.
         let is_dump = recovery.record().begin.op == Operation::Checkpoint;

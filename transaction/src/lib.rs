@@ -17,6 +17,7 @@ mod effects;
 #[doc(hidden)]
 pub mod fuzz;
 mod gpu_request;
+pub mod huge_pages;
 pub mod image_dir;
 pub mod job_hook;
 pub mod journal;

@@ -18,7 +18,7 @@ use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
 use crate::warn::OrWarn;
-use crate::{killed_criu, pidfd, procfs};
+use crate::{huge_pages, killed_criu, pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";
@@ -181,6 +181,7 @@ pub async fn recover(bundle: &Path) {
     };
     recovery.rescue(bundle).await;
     recovery.report_image();
+    huge_pages::recover().await;
     recovery.end_programs(LIMIT).await;
     recovery.clear().await;
     recovery.forget(bundle).await;

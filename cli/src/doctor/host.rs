@@ -3,12 +3,43 @@
 use std::path::{Path, PathBuf};
 
 use firn_cdi::{KIND, Registry};
-use firn_config::Config;
+use firn_config::{Config, HugePages};
+use firn_transaction::huge_pages::Switch;
 
 use super::Check;
 
 pub fn checks(config: &Config) -> Vec<Check> {
-    vec![cgroups(Path::new("/sys/fs/cgroup")), cdi(&config.create.cdi_dirs)]
+    vec![
+        cgroups(Path::new("/sys/fs/cgroup")),
+        huge_pages(config.checkpoint.huge_pages, &Switch::of_host()),
+        cdi(&config.create.cdi_dirs),
+    ]
+}
+
+/// Puts back the host's setting first, if a shim that was killed has left another.
+fn huge_pages(configured: HugePages, switch: &Switch) -> Check {
+    const NAME: &str = "huge pages";
+    let path = switch.path().display();
+    match (switch.recover(), configured) {
+        (Err(error), _) => Check::warn(
+            NAME,
+            format!("cannot see whether a shim that was killed has changed {path}: {error}"),
+            "run it as root, with /sys and /run writable",
+        ),
+        (Ok(Some(former)), _) => Check::ok(
+            NAME,
+            format!("{path} is {former} again: a shim was killed while it was changed"),
+        ),
+        (Ok(None), HugePages::Off) => Check::ok(NAME, "off"),
+        (Ok(None), HugePages::WhileCopying) => match switch.setting() {
+            Ok(setting) => Check::ok(NAME, format!("while-copying, now {setting}")),
+            Err(error) => Check::warn(
+                NAME,
+                format!("while-copying, and {path} cannot be read: {error}"),
+                "use a kernel with transparent huge pages, or remove huge-pages under [checkpoint]",
+            ),
+        },
+    }
 }
 
 fn cgroups(root: &Path) -> Check {

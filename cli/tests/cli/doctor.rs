@@ -75,6 +75,10 @@ fn doctor_finds_each_thing_that_is_missing() {
         assert_eq!(status(&all, "firn-hook"), "fail", "{script}");
     }
 
+    node.configure("[checkpoint]\nhuge-pages = \"while-copying\"");
+    let text_of = text(&node.firn(&["doctor"]));
+    assert!(text_of.contains("huge pages  while-copying, "), "{text_of}");
+
     node.configure("[restore]\ngpu = \"typo\"");
     let output = node.firn(&["doctor"]);
     assert_eq!(output.status.code(), Some(1));

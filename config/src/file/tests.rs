@@ -96,6 +96,14 @@ fn image_directories_that_others_may_enter_are_closed_by_default() {
 }
 
 #[test]
+fn the_host_keeps_its_setting_of_huge_pages_unless_the_file_has_while_copying() {
+    assert_eq!(parse("").unwrap().checkpoint.huge_pages, HugePages::Off);
+    let on = parse("[checkpoint]\nhuge-pages = \"while-copying\"\n").unwrap();
+    assert_eq!(on.checkpoint.huge_pages, HugePages::WhileCopying);
+    assert!(complaint("[checkpoint]\nhuge-pages = \"always\"\n").contains("while-copying"));
+}
+
+#[test]
 fn memory_goes_into_the_image_unless_the_file_names_a_store() {
     assert_eq!(parse("").unwrap().images, Images::default());
     let images = parse("[images]\nstore = \"/s\"\nstore-cap = \"100GiB\"\nbulk = \"store\"\n");

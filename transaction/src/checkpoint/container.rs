@@ -28,6 +28,7 @@ use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump};
+use crate::huge_pages;
 use crate::journal::{self, Journal, Operation};
 use crate::killed_criu;
 use crate::parked::{Parked, RestoreCall};
@@ -382,7 +383,11 @@ impl Device for ContainerEffects<'_> {
         }
         // From now on the driver may open its files again: only this record shows what is inherited.
         self.journal.keep_inherited(self.progress.inherited.clone()).await;
-        unless_cancelled(&self.cancel, self.gpu.checkpoint(pids)).await?;
+        let copy = unless_cancelled(&self.cancel, self.gpu.checkpoint(pids));
+        match pids {
+            [] => copy.await?,
+            _ => huge_pages::during(self.config.checkpoint.huge_pages, copy).await?,
+        }
         self.timings.mark(Phase::GpuCheckpoint);
         Ok(())
     }

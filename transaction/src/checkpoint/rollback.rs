@@ -16,6 +16,7 @@ use super::plain::{RESET, reset_freezer};
 use crate::cancel::CancellationToken;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
+use crate::huge_pages;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
 use crate::killed_criu;
@@ -127,6 +128,7 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
         let frozen = container.cgroup().and_then(|cgroup| cgroup.begin_freeze());
         frozen.or_warn(format_args!("cannot freeze {}", container.id));
     }
+    huge_pages::recover().await;
     // runc and CRIU may still write to an incomplete image.
     recovery.end_programs(PROGRAMS).await;
     let log = recovery.criu_log();

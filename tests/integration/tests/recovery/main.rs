@@ -6,6 +6,7 @@
 
 mod acknowledged;
 mod hooks;
+mod huge_pages;
 mod others;
 mod panics;
 mod restores;
@@ -373,6 +374,7 @@ fn main() -> ExitCode {
         a_killed_container_ends_at_once [FORKY, FORKY_V2];
         acknowledged::a_kill_that_is_acknowledged_kills_at_every_point [FORKY, FORKY_V2];
         hooks::hooks_have_time_until_a_kill_and_updates_wait [FORKY];
+        huge_pages::huge_pages_are_on_while_the_driver_copies [FORKY, FORKY_V2];
         others::a_checkpoint_ends_the_same_without_its_client [FORKY];
         panics::panics_and_failed_rollbacks_are_recovered [FORKY_V2];
         restores::an_interrupted_restore_leaves_nothing [FORKY];
