@@ -69,10 +69,10 @@ class Host:
     makes N in memory and N on disk in addition to the process itself.
     """
 
-    def __init__(self, work, bin_dir, memory, environment, log, images=None):
+    def __init__(self, work, bin_dir, memory, environment, log, configuration=None):
         self.work = work
-        # Section [images] of firn's configuration, whatever else a case configures.
-        self._images = images
+        # What firn's configuration has whatever a case adds to it.
+        self._configuration = configuration
         self.memory = f"{work}/memory"
         self.log = log
         self._options = memory
@@ -99,7 +99,7 @@ class Host:
         self._command("mount", "-t", "tmpfs", "-o", f"{self._options},mode=0755", "firn-gpu", self.memory)
         os.makedirs(f"{self.memory}/tmp")
         self.put(CRIU_CONFIG, "network-lock skip\n")
-        if self._images:
+        if self._configuration:
             self.put(FIRN_CONFIG, None)
         self._hide_bundles()
         os.makedirs(BUNDLES, exist_ok=True)
@@ -164,8 +164,8 @@ class Host:
                     self._saved[path] = file.read()
             except FileNotFoundError:
                 self._saved[path] = None
-        if path == FIRN_CONFIG and self._images:
-            text = self._images + (text or "")
+        if path == FIRN_CONFIG and self._configuration:
+            text = self._configuration + (text or "")
         if text is None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

@@ -245,18 +245,21 @@ def arguments():
     parser.add_argument("--huge", default="never", choices=["never", "always"], help="huge pages in that tmpfs")
     parser.add_argument("--store", help="directory of a store that gets the memory of all checkpoints")
     parser.add_argument("--inline-copy", choices=["criu", "firn"], help="who copies the memory of images without a store")
+    parser.add_argument("--huge-pages", action="store_true",
+                        help="huge pages of the host while the driver copies; not for cases that configure [checkpoint]")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
 
 
-def images_section(args):
-    """Section [images] of firn's configuration, or None."""
-    values = {}
-    if args.store:
-        values |= {"store": args.store, "bulk": "store"}
-    if args.inline_copy:
-        values["inline-copy"] = args.inline_copy
-    return "".join(["[images]\n", *(f'{key} = "{value}"\n' for key, value in values.items())]) if values else None
+def configuration(args):
+    """What firn's configuration has whatever a case adds to it, or None."""
+    images = {"store": args.store, "bulk": "store" if args.store else None, "inline-copy": args.inline_copy}
+    sections = {"images": images, "checkpoint": {"huge-pages": "while-copying" if args.huge_pages else None}}
+    text = ""
+    for section, values in sections.items():
+        lines = [f'{key} = "{value}"\n' for key, value in values.items() if value]
+        text += "".join([f"[{section}]\n", *lines]) if lines else ""
+    return text or None
 
 
 def main():
@@ -278,7 +281,7 @@ def main():
     gpus = [] if args.no_gpu else cdi.gpus()
 
     memory = f"size={args.memory},huge={args.huge}"
-    host = hosts.Host(args.work, bin_dir, memory, environment, report.log, images_section(args))
+    host = hosts.Host(args.work, bin_dir, memory, environment, report.log, configuration(args))
     facts = machine_facts(host, gpus)
     report.add({"machine": facts})
     report.show(f"machine: {json.dumps(facts)}")

@@ -132,8 +132,8 @@ fn cannot_open(path: &Path, stream: Stream) -> impl Fn(io::Error) -> Error + Cop
     }
 }
 
-/// Waits until the client has opened its side, as the stock shim does: once the shim closes a fifo that nobody
-/// else has opened, the output of a short process is gone. The stock shim has no deadline there.
+/// Waits until the client has opened its side, as the stock shim does, which has no deadline there: once the
+/// shim closes a fifo that nobody else has opened, the output of a short process is gone.
 async fn open_with_client(path: &Path) -> io::Result<(OwnedFd, OwnedFd)> {
     let deadline = Instant::now() + CLIENT;
     loop {

@@ -16,13 +16,19 @@ mkdir -p /srv/bare/image
 cd /srv/bare
 setsid memory-hog --mib 64 --fill half-zero --huge /srv/bare/lines </dev/null >/dev/null 2>&1 &
 job=$!
-lines() { i=0; until grep -qs "" lines && [ "$(wc -l <lines)" = "$1" ]; do i=$((i+1)); [ $i -lt 600 ] || exit 9; sleep 0.05; done; }
+lines() {
+  for i in $(seq 600); do
+    ! grep -qs "" lines || [ "$(wc -l <lines)" != "$1" ] || return 0
+    sleep 0.05
+  done
+  exit 9
+}
 trap 'tail -n 4 image/*.log >&2' EXIT
 lines 1
 ln -s /dev/null image/pages-1.img
 criu dump -t $job -D image --leave-stopped -o dump.log >/dev/null
-rest='{"request":{"rest":{"image":"/srv/bare/image","processes":[{"pid":PID,"inside":PID}],"bulk":[]}},"shown":null}'
-echo "$rest" | sed "s/PID/$job/g" | firn-hook memory >/dev/null
+rest='"image":"/srv/bare/image","processes":[{"pid":PID,"inside":PID}],"bulk":[]'
+echo "{\"request\":{\"rest\":{$rest}},\"shown\":null}" | sed "s/PID/$job/g" | firn-hook memory >/dev/null
 kill -KILL $job
 while [ -e /proc/$job/exe ]; do sleep 0.05; done
 criu restore -D image -d -o restore.log >/dev/null
