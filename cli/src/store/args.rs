@@ -17,6 +17,7 @@ pub enum StoreCommand {
     Push(PushArgs),
     Pull(PullArgs),
     Export(ExportArgs),
+    Import(ImportArgs),
     Pin(PinArgs),
     Unpin(PinArgs),
 }
@@ -133,6 +134,22 @@ pub struct PullArgs {
     after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
 )]
 pub struct ExportArgs {
+    /// The image directory of the checkpoint.
+    pub dir: PathBuf,
+    /// Where the copy is written: a directory that is empty or not there yet.
+    pub out: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Copy an inline image directory, with its large memory put into the store.
+///
+/// The copy is what a checkpoint into the store would have made. It is restored as such a one.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
+)]
+pub struct ImportArgs {
     /// The image directory of the checkpoint.
     pub dir: PathBuf,
     /// Where the copy is written: a directory that is empty or not there yet.

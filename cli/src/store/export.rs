@@ -1,26 +1,51 @@
-//! `firn store export`: an image directory that needs no store.
+//! `firn store export` and `import`: an image directory that needs no store, and one whose memory is in it.
 
 use anyhow::Result;
-use firn_image::memory::export;
+use firn_image::memory;
+use firn_image::store::Store;
 use serde_json::json;
 
-use super::args::ExportArgs;
+use super::args::{ExportArgs, ImportArgs};
 use super::progress::Progress;
-use super::{place, shown};
+use super::{cap, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
 /// True: it is written.
 pub fn run(args: &ExportArgs) -> Result<bool> {
     let store = place(&args.common)?.directory()?;
-    let begin = |total| {
-        let progress = Progress::new("exported", total);
-        move |bytes| progress.add(bytes)
-    };
-    let memory = shown(export(&args.dir, Some(store), &args.out, begin))?;
+    let begin = counted("exported");
+    let memory = shown(memory::export(&args.dir, Some(store), &args.out, begin))?;
     match args.common.json {
         true => output::json(&json!({"dir": args.out, "memory": memory}))?,
         false => line!("{} has the memory, {}", args.out.display(), text::bytes(memory)),
     }
     Ok(true)
+}
+
+/// True: it is written.
+pub fn import(args: &ImportArgs) -> Result<bool> {
+    let store = shown(Store::create(&place(&args.common)?.directory()?))?;
+    let to = (&store, cap(&args.common)?);
+    let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
+    match args.common.json {
+        true => output::json(&json!({"dir": args.out, "memory": memory}))?,
+        false => line!(
+            "{} has {} in the store as {}: {} written, {} were there",
+            args.out.display(),
+            text::bytes(memory.bytes),
+            short(&memory.index),
+            text::bytes(memory.written),
+            text::bytes(memory.reused)
+        ),
+    }
+    Ok(true)
+}
+
+/// Shows how far a copy is, once its bytes are known.
+fn counted(what: &'static str) -> impl FnOnce(u64) -> Box<dyn Fn(u64) + Sync> {
+    move |total| {
+        let progress = Progress::new(what, total);
+        Box::new(move |bytes| progress.add(bytes))
+    }
 }

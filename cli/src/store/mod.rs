@@ -66,6 +66,7 @@ pub fn run(command: &StoreCommand) -> Result<bool> {
         StoreCommand::Push(args) => transfer::push(args),
         StoreCommand::Pull(args) => transfer::pull(args),
         StoreCommand::Export(args) => export::run(args),
+        StoreCommand::Import(args) => export::import(args),
         StoreCommand::Pin(args) => pin(args, true),
         StoreCommand::Unpin(args) => pin(args, false),
     }
@@ -134,6 +135,14 @@ fn place(common: &Common) -> Result<Place> {
     let config = Config::load().map_err(ProblemReport::from)?;
     let store = config.images.store.ok_or_else(|| NameError::NoStore.report())?;
     Ok(Place::Dir(store))
+}
+
+/// The most bytes that the configuration lets its store have. Another store has no such limit.
+fn cap(common: &Common) -> Result<Option<u64>> {
+    match &common.store {
+        Some(_) => Ok(None),
+        None => Ok(Config::load().map_err(ProblemReport::from)?.images.store_cap),
+    }
 }
 
 /// The index whose name begins so.

@@ -7,8 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_config::Config;
-use firn_host::ProblemReport;
 use firn_image::store::{Digest, Store, Writer};
 use serde::Serialize;
 use serde_json::json;
@@ -18,7 +16,7 @@ use super::bucket::Bucket;
 use super::origin::{Fault, Origin};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{Place, find, open, place, short, shown, threads};
+use super::{Place, cap, find, open, place, short, shown, threads};
 use crate::output::{self, line};
 use crate::text;
 
@@ -62,10 +60,7 @@ pub fn pull(args: &PullArgs) -> Result<bool> {
     let from = Place::of(&args.url)?.open()?;
     let image = find(&*from, &args.id)?;
     let to = shown(Store::create(&place(&args.common)?.directory()?))?;
-    let cap = match &args.common.store {
-        Some(_) => None,
-        None => Config::load().map_err(ProblemReport::from)?.images.store_cap,
-    };
+    let cap = cap(&args.common)?;
     print(&args.common, &[copy(&*from, &to, cap, image)?])
 }
 

@@ -445,11 +445,14 @@ fn what_is_named_wrongly_is_reported() {
 }
 
 #[test]
-fn an_image_without_stored_memory_is_not_exported() {
+fn an_image_that_is_what_it_would_become_is_not_copied() {
     let node = Node::new();
     fs::create_dir(node.path("none")).expect("a directory");
-    for (image, code) in [("none", "FIRN-MANIFEST-MISSING"), ("image", "FIRN-EXPORT")] {
-        let output = node.firn(&["store", "export", image, "out", "--store", "store"]);
+    // The image is inline, and has no process with large memory.
+    let codes = [("none", "FIRN-MANIFEST-MISSING"), ("image", "FIRN-IMAGE-COPY")];
+    let all = ["export", "import"].map(|command| codes.map(|(image, code)| (command, image, code)));
+    for (command, image, code) in all.into_iter().flatten() {
+        let output = node.firn(&["store", command, image, "out", "--store", "store"]);
         let shown = all_output(&output);
         assert_eq!(output.status.code(), Some(1), "{shown}");
         assert!(shown.contains(code) && shown.contains("hint: "), "{shown}");

@@ -41,10 +41,21 @@ mod entry {
     pub(super) const LONG_COUNT: u32 = 5;
 }
 
+/// What the status of memory may be that is plain: an ordinary mapping, the heap.
+const PLAIN_STATUS: u32 = ANON_PRIVATE | 1 | 1 << 5;
+/// `PROT_READ | PROT_WRITE`.
+const READ_WRITE: u32 = 3;
+/// `MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE`.
+const PLAIN_FLAGS: u32 = 0x4022;
+/// Advice about huge pages (for and against them) and core files.
+const PLAIN_ADVICE: u64 = HUGE_PAGES | 1 << 15 | 1 << 16;
+
 /// Fields of `vma_entry`.
 mod vma {
     pub(super) const START: u32 = 1;
     pub(super) const END: u32 = 2;
+    pub(super) const PROTECTION: u32 = 5;
+    pub(super) const FLAGS: u32 = 6;
     pub(super) const STATUS: u32 = 7;
     pub(super) const ADVICE: u32 = 9;
 }
@@ -143,6 +154,17 @@ impl Pagemap {
         Ok(Some(map))
     }
 
+    /// Bytes in the pages file.
+    pub fn bytes(&self) -> u64 {
+        self.runs.iter().map(|run| run.at.end - run.at.start).sum()
+    }
+
+    /// Bytes that it has of these addresses.
+    pub fn bytes_in(&self, at: &Range<u64>) -> u64 {
+        let common = |run: &Run| run.at.end.min(at.end).saturating_sub(run.at.start.max(at.start));
+        self.runs.iter().map(common).sum()
+    }
+
     /// Writes the file again.
     pub fn write(&self, dir: &Path, name: &str) -> Result<(), ImageFault> {
         let mut head = Vec::new();
@@ -197,6 +219,8 @@ pub struct Vma {
     pub at: Range<u64>,
     /// Private and anonymous: a page without content is zero.
     pub is_anonymous: bool,
+    /// Besides, readable and writable, and with no policy that a copy has to repeat.
+    pub is_plain: bool,
 }
 
 fn mm_name(pid: i32) -> String {
@@ -220,9 +244,17 @@ pub fn vmas(dir: &Path, pid: i32) -> Result<Vec<Vma>, ImageFault> {
 }
 
 fn vma(vma: &Message<'_>) -> Result<Vma, WireError> {
+    let status = vma.required(vma::STATUS)?;
+    let is_anonymous = status & ANON_PRIVATE != 0;
+    let is_plain = is_anonymous
+        && status & !PLAIN_STATUS == 0
+        && vma.required(vma::PROTECTION)? == READ_WRITE
+        && vma.required(vma::FLAGS)? & !PLAIN_FLAGS == 0
+        && vma.long(vma::ADVICE)?.unwrap_or(0) & !PLAIN_ADVICE == 0;
     Ok(Vma {
         at: vma.required_long(vma::START)?..vma.required_long(vma::END)?,
-        is_anonymous: vma.required(vma::STATUS)? & ANON_PRIVATE != 0,
+        is_anonymous,
+        is_plain,
     })
 }
 
@@ -291,10 +323,18 @@ pub(crate) mod testing {
 
     /// Mappings, and whether each is private and anonymous.
     pub(crate) fn write_mm(dir: &Path, pid: i32, vmas: &[(Range<u64>, bool)]) {
+        let status = |is_anonymous| if is_anonymous { ANON_PRIVATE.into() } else { 0 };
+        let vmas: Vec<Vec<u8>> = vmas
+            .iter()
+            .map(|(at, is_anonymous)| vma(at.clone(), status(*is_anonymous), 0))
+            .collect();
+        write_vmas(dir, pid, &vmas);
+    }
+
+    pub(crate) fn write_vmas(dir: &Path, pid: i32, vmas: &[Vec<u8>]) {
         let mut mm = Vec::new();
-        for (at, is_anonymous) in vmas {
-            let status = if *is_anonymous { ANON_PRIVATE } else { 0 };
-            wire::push_bytes(&mut mm, VMAS, &vma(at.clone(), status.into(), 0));
+        for vma in vmas {
+            wire::push_bytes(&mut mm, VMAS, vma);
         }
         write(dir, &mm_name(pid), MM_MAGIC, &[mm]).unwrap();
     }
@@ -304,6 +344,8 @@ pub(crate) mod testing {
         let fields = [
             (vma::START, at.start),
             (vma::END, at.end),
+            (vma::PROTECTION, 3),
+            (vma::FLAGS, 0x22),
             (vma::STATUS, status),
             (vma::ADVICE, advice),
         ];
@@ -389,11 +431,16 @@ mod tests {
         }
         wire::push_number(&mut mm, 15, 1);
         file(dir.path(), "mm-7.img", MM_MAGIC, &[&mm]);
-        let one = |at, is_anonymous| Vma { at, is_anonymous };
+        let one = |at, is_anonymous, is_plain| Vma {
+            at,
+            is_anonymous,
+            is_plain,
+        };
+        // The second is read at random.
         let expected = [
-            one(0x1000..0x3000, true),
-            one(0x3000..0x9000, true),
-            one(0xa000..0xb000, false),
+            one(0x1000..0x3000, true, true),
+            one(0x3000..0x9000, true, false),
+            one(0xa000..0xb000, false, false),
         ];
         assert_eq!(vmas(dir.path(), 7).unwrap(), expected);
 

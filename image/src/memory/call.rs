@@ -148,7 +148,7 @@ pub fn filled(request: &Fill, counter: &Counter) -> Result<u64, MemoryError> {
     fill(&store, &index, &request.pids, counter)
 }
 
-fn host() -> String {
+pub(super) fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     name.trim().to_owned()
 }

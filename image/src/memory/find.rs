@@ -14,7 +14,7 @@ use firn_host::bounded;
 use super::{Bulk, MemoryError, Process};
 
 /// Smaller mappings are not worth an extent of their own.
-const SMALLEST: u64 = 16 << 20;
+pub(super) const SMALLEST: u64 = 16 << 20;
 
 /// What `VmFlags` may list: readable, writable, executable by policy, accounted, advice about huge pages and
 /// core files.

@@ -10,12 +10,16 @@
 //!
 //! The image is then one that CRIU restores with holes, which [`fill`] fills while the processes are stopped.
 //! Nothing is changed in the source, so a failure costs nothing there.
+//!
+//! [`export`] and [`import`] turn an image of the one kind into one of the other.
 
 pub mod call;
 mod error;
 mod export;
 mod fill;
 mod find;
+mod image_copy;
+mod import;
 mod pages;
 pub mod progress;
 mod remote;
@@ -23,9 +27,11 @@ mod rest;
 mod save;
 
 pub use error::MemoryError;
-pub use export::{ExportError, export};
+pub use export::export;
 pub use fill::fill;
 pub use find::find;
+pub use image_copy::ImageCopyError;
+pub use import::import;
 pub use rest::{Kept, empty_discarded_pages, rest};
 pub use save::save;
 

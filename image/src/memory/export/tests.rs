@@ -1,11 +1,13 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use firn_host::Problem;
 use tempfile::TempDir;
 
 use super::*;
+use crate::checksums;
 use crate::criu::memory::testing::{write_mm, write_pagemap};
 use crate::fixtures;
 use crate::manifest::StoredMemory;
@@ -97,7 +99,7 @@ impl Image {
         self.dir.path().join(name)
     }
 
-    fn export(&self) -> Result<u64, ExportError> {
+    fn export(&self) -> Result<u64, ImageCopyError> {
         let store = Some(self.store.root().to_owned());
         export(&self.path("image"), store, &self.path("out"), |_| |_| {})
     }
@@ -174,7 +176,7 @@ fn what_cannot_be_exported_leaves_nothing() {
     fs::create_dir_all(image.path("out")).unwrap();
     fs::write(image.path("out/mine"), "").unwrap();
     let error = image.export().unwrap_err();
-    assert_eq!(error.code(), "FIRN-EXPORT");
+    assert_eq!(error.code(), "FIRN-IMAGE-COPY");
     assert!(image.path("out/mine").exists());
     fs::remove_file(image.path("out/mine")).unwrap();
 
@@ -182,7 +184,7 @@ fn what_cannot_be_exported_leaves_nothing() {
     assert_eq!(store.unwrap_err().code(), "FIRN-STORE-MISSING");
     image.export().unwrap();
     let again = export(&image.path("out"), None, &image.path("other"), |_| |_| {});
-    assert_eq!(again.unwrap_err().code(), "FIRN-EXPORT", "it is inline");
+    assert_eq!(again.unwrap_err().code(), "FIRN-IMAGE-COPY", "it is inline");
     fs::remove_dir_all(image.path("out")).unwrap();
 
     // An extent that is damaged shows while the files are written.

@@ -160,6 +160,7 @@ const PAGES: &[Story] = &[
             Do(b_counts),
             A(4),
             Do(a_counts),
+            A(5),
             Do(without_a_store),
         ],
         // The suite remote_stores has an object store.

@@ -1,6 +1,7 @@
 //! Memory that firn copies next to CRIU: into the node's store, or into the image without its zero pages.
 
 mod bare;
+mod copies;
 mod delta;
 mod progress;
 mod together;
@@ -13,6 +14,7 @@ use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left,
 use firn_node::Platform;
 
 use bare::criu_alone_restores_what_firn_copied;
+use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_in_the_store};
 use delta::a_second_checkpoint_writes_what_has_changed;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use together::two_checkpoints_and_gc_share_a_store;
@@ -312,34 +314,6 @@ fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     })
 }
 
-/// An image that has got its memory back from the store is restored without it.
-fn an_exported_image_needs_no_store(platform: Platform) -> Result<()> {
-    on([host(platform, "sm-export", 1)?], |[host]| {
-        host.configure(STORE)?;
-        let job = job(host, &["--runtime", host.runtime_for_options()?])?;
-        job.checkpoint_and_exit("/srv/image")?;
-        let before = job.lines()?.reached(1);
-        job.task(&["delete"])?;
-        let node = host.node();
-        node.run(&["firn", "store", "export", "/srv/image", "/srv/inline"])?;
-        let (image, inline) = (size(host, "/srv/image")?, size(host, "/srv/inline")?);
-        ensure!(image < REST && inline >= MIB, "{image} MiB became {inline} MiB");
-        node.run(&["rm", "-r", "/srv/store", "/srv/image"])?;
-        host.configure("")?;
-        let shown = node.run(&["firn", "inspect", "/srv/inline"])?.stdout;
-        ensure!(!shown.contains("store"), "{shown}");
-
-        node.run(&["firn", "restore", "--dir", "/srv/inline", "job"])?;
-        let lines = job.goes_on(3)?;
-        ensure!(
-            lines.0.iter().any(|line| line.iter == before + 1),
-            "it was started afresh"
-        );
-        job.remove()?;
-        host.idle()
-    })
-}
-
 fn main() -> ExitCode {
     matrix::run(&cases! {
         large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
@@ -351,6 +325,7 @@ fn main() -> ExitCode {
         four_copies_begin_at_once [FORKY_V2, TRIXIE];
         an_annotation_chooses_where_memory_goes [FORKY];
         an_exported_image_needs_no_store [FORKY, TRIXIE];
+        an_imported_image_has_its_memory_in_the_store [FORKY];
         a_copy_that_takes_long_is_shown [FORKY];
         a_dump_that_fails_ends_the_copy [FORKY];
         a_second_checkpoint_writes_what_has_changed [FORKY];
