@@ -93,8 +93,7 @@ impl Facts {
         if index.host != self.host && !args.other_hosts {
             return Some(format!("it is of host {}", index.host));
         }
-        let named = keep::may_name(&index.image, id);
-        named.then(|| format!("{} is there", index.image.display()))
+        keep::by_directory(&index.image, id)
     }
 }
 

@@ -2,12 +2,14 @@
 //! containerd.
 
 use std::collections::BTreeMap;
+use std::fs::DirEntry;
+use std::io;
 use std::path::Path;
 
 use firn_config::names;
 use firn_host::bounded::read_at_most;
 use firn_host::{Absent, Problem};
-use firn_image::manifest::{MAX_BYTES, UntrustedDir};
+use firn_image::manifest::{MAX_BYTES, UntrustedDir, is_of_image};
 use firn_image::store::Digest;
 use serde::Deserialize;
 
@@ -55,13 +57,29 @@ fn named_by(manifest: &[u8]) -> Result<Option<Digest>, serde_json::Error> {
     Ok(envelope.body.bulk.map(|bulk| bulk.index))
 }
 
-/// Whether an image directory names the index, or may: it cannot be read, or not be understood.
-pub fn may_name(dir: &Path, index: &Digest) -> bool {
+/// Why an image directory needs the index: it names it, or may, as it cannot be read, or not be understood, or
+/// gets its firn.json when its checkpoint is complete.
+pub fn by_directory(dir: &Path, index: &Digest) -> Option<String> {
     let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
-    match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
-        Err(error) => !error.is_absent(),
-        Ok(None) => true,
+    let is_named = match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
+        Err(error) if error.is_absent() => {
+            let unfinished = has_files_of_an_image(dir);
+            return unfinished.then(|| format!("{} has no firn.json yet", dir.display()));
+        }
+        Err(_) | Ok(None) => true,
         Ok(Some(bytes)) => named_by(&bytes).map_or(true, |named| named == Some(*index)),
+    };
+    is_named.then(|| format!("{} is there", dir.display()))
+}
+
+/// Whether a dump has put files there. A directory that cannot be listed may have some.
+fn has_files_of_an_image(dir: &Path) -> bool {
+    let is_one = |entry: io::Result<DirEntry>| {
+        entry.map_or(true, |entry| is_of_image(&entry.file_name().to_string_lossy()))
+    };
+    match std::fs::read_dir(dir) {
+        Ok(mut entries) => entries.any(is_one),
+        Err(error) => !error.is_absent(),
     }
 }
 
@@ -161,8 +179,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_names_an_index_if_it_may_do_so() {
+    fn a_directory_keeps_an_index_that_it_names_or_may_name() {
         let dir = tempfile::tempdir().unwrap();
+        let may_name = |dir: &Path, index| by_directory(dir, index).is_some();
         let (index, other) = (Digest::of(b"index"), Digest::of(b"other"));
         let path = dir.path().join(names::MANIFEST);
         assert!(!may_name(&dir.path().join("none"), &index));
@@ -185,5 +204,17 @@ mod tests {
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
         assert!(may_name(dir.path(), &index), "what cannot be read may name it");
+    }
+
+    /// As a dump leaves it until its firn.json is written.
+    #[test]
+    fn a_checkpoint_that_is_not_complete_keeps_its_index() {
+        let dir = tempfile::tempdir().unwrap();
+        let index = Digest::of(b"index");
+        fs::write(dir.path().join("criu.log"), "").unwrap();
+        assert_eq!(by_directory(dir.path(), &index), None);
+        std::os::unix::fs::symlink("/dev/null", dir.path().join("pages-1.img")).unwrap();
+        let reason = by_directory(dir.path(), &index).unwrap();
+        assert!(reason.ends_with("has no firn.json yet"), "{reason}");
     }
 }

@@ -272,6 +272,26 @@ fn gc_removes_checkpoints_that_are_gone() {
     assert_eq!(stored.containers(), ["kept"]);
 }
 
+/// The index is there before the firn.json that names it.
+#[test]
+fn gc_keeps_a_checkpoint_that_is_not_complete() {
+    let stored = Stored::new();
+    stored.checkpoint_with("dumping", &[b"one"], |index| index.made = now());
+    let image = stored.image("dumping");
+    fs::remove_file(image.join("firn.json")).expect("removed");
+    fs::write(image.join("pages-1.img"), "").expect("written");
+    let shown = text(&stored.firn("gc --no-containerd --grace 0s"));
+    assert!(
+        shown.contains(&format!("{} has no firn.json yet", image.display())),
+        "{shown}"
+    );
+    assert_eq!(stored.containers(), ["dumping"]);
+    // It has failed, and its files are removed.
+    fs::remove_file(image.join("pages-1.img")).expect("removed");
+    stored.firn("gc --no-containerd --grace 0s");
+    assert_eq!(stored.containers(), [""; 0]);
+}
+
 #[test]
 fn gc_removes_nothing_if_containerd_cannot_be_asked() {
     let stored = Stored::new();
