@@ -7,12 +7,11 @@
 //! This crate knows nothing of GPUs, specs or the shim. It never writes.
 #![forbid(unsafe_code)]
 
-mod duration;
 mod file;
 pub mod names;
 mod programs;
+mod quantity;
 mod section;
-mod size;
 pub mod text;
 mod toolkit;
 
@@ -23,4 +22,5 @@ pub use file::{
 pub use programs::{
     INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,
 };
+pub use quantity::parse_quantity;
 pub use toolkit::Toolkit;

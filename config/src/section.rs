@@ -11,8 +11,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 
-use crate::duration::parse_duration;
-use crate::size::parse_size;
+use crate::quantity::{parse_duration, parse_size};
 
 /// Declares sections. The key of a field has hyphens where the field's name has underscores.
 macro_rules! sections {

@@ -17,4 +17,4 @@ pub mod fuzz;
 pub mod manifest;
 pub mod memory;
 pub mod store;
-mod threads;
+pub mod threads;

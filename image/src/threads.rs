@@ -6,14 +6,28 @@ use std::thread;
 /// More threads than these copy and read no faster.
 const MOST: usize = 16;
 
-/// Does each piece of the work once, in the order of their numbers as far as they begin; returns the results
-/// in that order, or an error. `begin` makes what each thread keeps.
+/// How many threads shall copy or read: one for each processor, and not more than help.
+pub fn copying() -> usize {
+    thread::available_parallelism().map_or(1, usize::from).min(MOST)
+}
+
+/// As [`each_on`], on as many threads as [`copying`] says.
 pub(crate) fn each<T: Send, K, E: Send>(
     pieces: usize,
     begin: impl Fn() -> K + Sync,
     work: impl Fn(usize, &mut K) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, E> {
-    let processors = thread::available_parallelism().map_or(1, usize::from);
+    each_on(copying(), pieces, begin, work)
+}
+
+/// Does each piece of the work once, in the order of their numbers as far as they begin; returns the results
+/// in that order, or an error. `begin` makes what each thread keeps.
+pub fn each_on<T: Send, K, E: Send>(
+    threads: usize,
+    pieces: usize,
+    begin: impl Fn() -> K + Sync,
+    work: impl Fn(usize, &mut K) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let run = || {
         let (mut kept, mut done) = (begin(), Vec::new());
@@ -28,7 +42,7 @@ pub(crate) fn each<T: Send, K, E: Send>(
     };
     let parts: Result<Vec<Vec<(usize, T)>>, E> = thread::scope(|scope| {
         // One that cannot be started leaves its share to the rest.
-        let others: Vec<_> = (1..processors.min(MOST).min(pieces))
+        let others: Vec<_> = (1..threads.min(pieces))
             .filter_map(|_| thread::Builder::new().spawn_scoped(scope, run).ok())
             .collect();
         let own = run();

@@ -169,20 +169,11 @@ pub struct PinArgs {
 }
 
 fn duration(text: &str) -> Result<Duration, String> {
-    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
-    let (number, unit) = text.split_at(digits);
-    let seconds_per_unit: u64 = match unit {
-        "s" => 1,
-        "m" => 60,
-        "h" => 3600,
-        "d" => 86_400,
-        _ => return Err("write a whole number and a unit of s, m, h or d, as in 1h".to_owned()),
-    };
-    let seconds = number.parse::<u64>().ok();
-    let seconds = seconds.and_then(|number| number.checked_mul(seconds_per_unit));
+    let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
+    let seconds = firn_config::parse_quantity(text, &units);
     seconds
         .map(Duration::from_secs)
-        .ok_or_else(|| "it is too long".to_owned())
+        .ok_or_else(|| "write a whole number and a unit of s, m, h or d, as in 1h".to_owned())
 }
 
 #[cfg(test)]

@@ -9,7 +9,6 @@ mod keep;
 mod ls;
 mod origin;
 mod progress;
-mod threads;
 mod transfer;
 mod usage;
 mod verify;

@@ -1,15 +1,12 @@
 //! What memory is read from: the store of a directory or of a bucket.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::thread;
 
 use firn_host::Problem;
-use firn_image::store::{Digest, Index, Store, StoreError};
+use firn_image::store::{Digest, EXTENT, Index, Store, StoreError};
+use firn_image::threads;
 
 use super::bucket::BucketError;
-
-/// More threads than these read and write a disk no faster.
-const THREADS: usize = 16;
 
 /// A store that can be read. Several threads may do so at once.
 pub trait Origin: Sync {
@@ -68,8 +65,7 @@ impl Origin for Store {
     }
 
     fn threads(&self) -> usize {
-        let processors = thread::available_parallelism().map_or(1, usize::from);
-        processors.min(THREADS)
+        threads::copying()
     }
 
     fn images(&self) -> Result<BTreeSet<Digest>, Fault> {
@@ -91,4 +87,18 @@ impl Origin for Store {
     fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), Fault> {
         Ok(Self::read(self, extent, buffer)?)
     }
+}
+
+/// Does the same with each extent. Every thread has a buffer for one.
+pub fn each<E: Send>(
+    threads: usize,
+    extents: &[(Digest, u64)],
+    work: impl Fn(&Digest, u64, &mut [u8]) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let begin = || vec![0; EXTENT];
+    let work = |number: usize, buffer: &mut Vec<u8>| {
+        let (extent, length) = &extents[number];
+        work(extent, *length, buffer)
+    };
+    threads::each_on(threads, extents.len(), begin, work).map(drop)
 }

@@ -13,10 +13,10 @@ use serde_json::json;
 
 use super::args::{Common, PullArgs, PushArgs};
 use super::bucket::Bucket;
-use super::origin::{Fault, Origin};
+use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{Place, cap, find, open, place, short, shown, threads};
+use super::{Place, cap, find, open, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -71,17 +71,17 @@ fn send(from: &Store, to: &Bucket, id: Digest) -> Result<Copied, Fault> {
     let extents: Vec<(Digest, u64)> = distinct(&index).into_iter().collect();
     let total = extents.iter().map(|(_, length)| length).sum();
     let (progress, written) = (Progress::new("copied", total), AtomicU64::new(0));
-    let send = |(extent, length): &(Digest, u64), buffer: &mut [u8]| {
-        if !to.has(extent, *length)? {
-            let buffer = part(buffer, *length);
+    let send = |extent: &Digest, length, buffer: &mut [u8]| {
+        if !to.has(extent, length)? {
+            let buffer = part(buffer, length);
             from.read(extent, buffer)?;
             to.put_extent(extent, buffer)?;
-            written.fetch_add(*length, Ordering::Relaxed);
+            written.fetch_add(length, Ordering::Relaxed);
         }
-        progress.add(*length);
+        progress.add(length);
         Ok::<(), Fault>(())
     };
-    threads::each(to.threads(), &extents, send)?;
+    each(to.threads(), &extents, send)?;
     to.put_index(&id, bytes)?;
     Ok(Copied::new(id, written.into_inner(), total, begun))
 }
@@ -114,13 +114,13 @@ fn copy_batch(
     batch: &[(Digest, u64)],
     progress: &Progress,
 ) -> Result<(), Fault> {
-    threads::each(from.threads(), batch, |(extent, length), buffer| {
-        if !writer.has(extent, *length)? {
-            let buffer = part(buffer, *length);
+    each(from.threads(), batch, |extent, length, buffer| {
+        if !writer.has(extent, length)? {
+            let buffer = part(buffer, length);
             from.read(extent, buffer)?;
             writer.put(buffer)?;
         }
-        progress.add(*length);
+        progress.add(length);
         Ok(())
     })
 }

@@ -10,10 +10,10 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::args::VerifyArgs;
-use super::origin::{Fault, Origin};
+use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{find, place, short, shown, threads};
+use super::{find, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -109,17 +109,17 @@ fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> 
 fn read(store: &dyn Origin, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
     let progress = Progress::new("verified", extents.iter().map(|(_, length)| length).sum());
     let damaged = Mutex::new(Vec::new());
-    let work = |(extent, length): &(Digest, u64), buffer: &mut [u8]| {
-        if !is_whole(store, extent, *length, buffer)? {
+    let work = |extent: &Digest, length, buffer: &mut [u8]| {
+        if !is_whole(store, extent, length, buffer)? {
             damaged
                 .lock()
                 .unwrap_or_else(|lock| lock.into_inner())
                 .push(*extent);
         }
-        progress.add(*length);
+        progress.add(length);
         Ok::<(), Fault>(())
     };
-    shown(threads::each(store.threads(), extents, work))?;
+    shown(each(store.threads(), extents, work))?;
     let mut damaged = damaged.into_inner().unwrap_or_else(|lock| lock.into_inner());
     damaged.sort_unstable();
     Ok(damaged)
