@@ -151,6 +151,9 @@ pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 /// the container afresh.
 pub const OPTION_RESTORE_DIR: u32 = 15_001;
 
+/// Directory with a file for each store that the node has used: where its file system was mounted.
+pub const STORES: &str = "/var/lib/firn/stores";
+
 /// Default directory for complete images that their client may otherwise remove.
 pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 

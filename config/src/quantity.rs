@@ -35,7 +35,11 @@ mod tests {
             ("10m", 600_000),
             ("1h", 3_600_000),
         ] {
-            assert_eq!(parse_duration(text), Some(Duration::from_millis(millis)), "{text}");
+            assert_eq!(
+                parse_duration(text),
+                Some(Duration::from_millis(millis)),
+                "{text}"
+            );
         }
         for (text, bytes) in [("512MiB", 512 << 20), ("100GiB", 100 << 30), ("2TiB", 2 << 40)] {
             assert_eq!(parse_size(text), Some(bytes), "{text}");

@@ -2,12 +2,11 @@
 
 use anyhow::Result;
 use firn_image::memory;
-use firn_image::store::Store;
 use serde_json::json;
 
 use super::args::{ExportArgs, ImportArgs};
 use super::progress::Progress;
-use super::{cap, place, short, shown};
+use super::{cap, create, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -25,7 +24,7 @@ pub fn run(args: &ExportArgs) -> Result<bool> {
 
 /// True: it is written.
 pub fn import(args: &ImportArgs) -> Result<bool> {
-    let store = shown(Store::create(&place(&args.common)?.directory()?))?;
+    let store = create(&args.common)?;
     let to = (&store, cap(&args.common)?);
     let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
     match args.common.json {

@@ -2,9 +2,10 @@
 //! have. `firn-hook memory` reads an [`Order`] and prints a result.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use firn_config::names;
 use serde::{Deserialize, Serialize};
 
 use super::progress::{Counter, Shown};
@@ -86,7 +87,8 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     }
     let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
     counter.expect(bytes);
-    let (store, host) = (Store::create(&request.store)?, host());
+    let records = Path::new(names::STORES);
+    let (store, host) = (Store::create_again(&request.store, records)?, host());
     let parent = store.last_of(&request.container, &host);
     let writer = store.writer(request.cap)?;
     let pieces = match save(&bulk, &writer, counter) {

@@ -40,36 +40,44 @@ pub fn import<P: Fn(u64) + Sync>(
         return Err(ImageCopyError::Small { dir: from.to_owned() });
     }
     let copy = ImageCopy::begin(from, to)?;
-    let written = store.writer(cap).map_err(ImageCopyError::from).and_then(|writer| {
-        let import = Import {
-            copy: &copy,
-            writer: &writer,
-            progress: &begin(bytes),
-        };
-        // Order matters: what can fail comes before the store gets an index of this image.
-        let made = import.image(&manifest, processes).and_then(|pieces| {
-            verified.unchanged()?;
-            Ok((copy.described()?, index(&manifest, to, pieces)?))
-        });
-        let (images, index) = match made {
-            Ok(made) => made,
-            Err(error) => {
-                writer.abort();
-                return Err(error);
+    let written = store
+        .writer(cap)
+        .map_err(ImageCopyError::from)
+        .and_then(|writer| {
+            let import = Import {
+                copy: &copy,
+                writer: &writer,
+                progress: &begin(bytes),
+            };
+            // Order matters: what can fail comes before the store gets an index of this image.
+            let made = import.image(&manifest, processes).and_then(|pieces| {
+                verified.unchanged()?;
+                Ok((copy.described()?, index(&manifest, to, pieces)?))
+            });
+            let (images, index) = match made {
+                Ok(made) => made,
+                Err(error) => {
+                    writer.abort();
+                    return Err(error);
+                }
+            };
+            let memory = StoredMemory {
+                store: store.id().to_owned(),
+                bytes,
+                written: writer.written(),
+                reused: writer.reused(),
+                parent: None,
+                index: writer.finish(&index)?,
+            };
+            let bulk = Some(memory.clone());
+            Manifest {
+                bulk,
+                images,
+                ..manifest
             }
-        };
-        let memory = StoredMemory {
-            store: store.id().to_owned(),
-            bytes,
-            written: writer.written(),
-            reused: writer.reused(),
-            parent: None,
-            index: writer.finish(&index)?,
-        };
-        let bulk = Some(memory.clone());
-        Manifest { bulk, images, ..manifest }.write(to)?;
-        Ok(memory)
-    });
+            .write(to)?;
+            Ok(memory)
+        });
     copy.end(written)
 }
 
@@ -77,7 +85,11 @@ fn index(manifest: &Manifest, to: &Path, pieces: Vec<Piece>) -> Result<Index, Im
     let image = to.canonicalize().map_err(unwritten(to))?;
     let made = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     // The image does not have the container's name.
-    let container = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let container = image
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     Ok(Index {
         checkpoint: manifest.checkpoint.clone(),
         made: made.as_secs(),
@@ -109,7 +121,12 @@ fn large(from: &Path, manifest: &Manifest) -> Result<Vec<Large>, ImageCopyError>
         let (found, expected) = (size.map_or(0, |file| file.size), map.bytes());
         if found != expected {
             let path = from.join(map.pages_name());
-            return Err(ImageError::Size { path, found, expected }.into());
+            return Err(ImageError::Size {
+                path,
+                found,
+                expected,
+            }
+            .into());
         }
         all.push((map, pid, plain(&vmas(from, pid)?)));
     }
@@ -151,7 +168,8 @@ impl<P: Fn(u64) + Sync> Import<'_, P> {
                 pieces.push(self.piece(pid, at, &content)?);
             }
             let parts = rest(&content.runs, &bulk);
-            self.copy.pages(&name, &parts, |offset, buffer| content.read(buffer, *offset))?;
+            self.copy
+                .pages(&name, &parts, |offset, buffer| content.read(buffer, *offset))?;
             map.runs = joined(parts);
             map.write(self.copy.to, &Pagemap::name(pid))?;
             made.extend([name, Pagemap::name(pid)]);
@@ -226,7 +244,10 @@ impl<'a> Content<'a> {
         for (run, offset) in runs.take_while(|(run, _)| run.at.start < at.end) {
             let (start, end) = (run.at.start.max(at.start), run.at.end.min(at.end));
             let index = |address: u64| usize::try_from(address - at.start).unwrap_or(EXTENT);
-            self.read(&mut buffer[index(start)..index(end)], offset + (start - run.at.start))?;
+            self.read(
+                &mut buffer[index(start)..index(end)],
+                offset + (start - run.at.start),
+            )?;
         }
         Ok(())
     }
@@ -250,7 +271,10 @@ fn rest(runs: &[(Run, u64)], bulk: &[Range<u64>]) -> Vec<Part<u64>> {
 /// A range without others, which come by address.
 fn without(at: &Range<u64>, others: &[Range<u64>]) -> Vec<Range<u64>> {
     let (mut left, mut start) = (Vec::new(), at.start);
-    for other in others.iter().filter(|other| other.start < at.end && at.start < other.end) {
+    for other in others
+        .iter()
+        .filter(|other| other.start < at.end && at.start < other.end)
+    {
         left.push(start..other.start.max(start));
         start = other.end.max(start);
     }

@@ -21,6 +21,23 @@ pub enum StoreError {
         "`[images] store` names the directory; a checkpoint and `firn store pull` make the store"
     )]
     Absent { path: PathBuf },
+    /// There is none, where there was one on a file system that is not mounted.
+    #[error(
+        "store {id} at {} is on the file system of {}, which is not mounted; this node knows by {}",
+        path.display(),
+        mount_point.display(),
+        record.display()
+    )]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "mount the file system; if the store was given up, remove the file that the message names last"
+    )]
+    NotMounted {
+        path: PathBuf,
+        id: String,
+        mount_point: PathBuf,
+        record: PathBuf,
+    },
     /// There is something else.
     #[error("{} is not a store: {found} is in the way", path.display())]
     Foreign { path: PathBuf, found: String },

@@ -23,6 +23,7 @@ mod digest;
 mod error;
 mod index;
 mod layout;
+mod record;
 mod removal;
 mod writer;
 

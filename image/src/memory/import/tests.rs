@@ -69,7 +69,11 @@ impl Inline {
         for at in runs {
             for page in (at.start..at.end).step_by(4096) {
                 let zero = page + PAGE == runs[0].end;
-                let number = if zero { 0 } else { page / PAGE + u64::from(pages_id) };
+                let number = if zero {
+                    0
+                } else {
+                    page / PAGE + u64::from(pages_id)
+                };
                 content.extend(number.to_le_bytes().repeat(512));
             }
         }
@@ -92,7 +96,12 @@ impl Inline {
     }
 
     fn import(&self) -> Result<StoredMemory, ImageCopyError> {
-        import(&self.path("image"), (&self.store, None), &self.path("out"), |_| |_| {})
+        import(
+            &self.path("image"),
+            (&self.store, None),
+            &self.path("out"),
+            |_| |_| {},
+        )
     }
 
     /// It fails with this code, and nothing is left.
@@ -118,7 +127,8 @@ fn memory(dir: &Path, pid: i32) -> BTreeMap<u64, Vec<u8>> {
     let addresses = map.runs.into_iter().flat_map(|run| run.at.step_by(4096));
     let pages = content.chunks(4096).map(<[u8]>::to_vec);
     let all = addresses.zip(pages);
-    all.filter(|(_, page)| page.iter().any(|byte| *byte != 0)).collect()
+    all.filter(|(_, page)| page.iter().any(|byte| *byte != 0))
+        .collect()
 }
 
 #[test]
@@ -137,12 +147,18 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     assert_eq!((stored.bytes, stored.written), (LARGE, LARGE - WHOLE));
 
     let index = inline.store.index(&stored.index).unwrap();
-    assert_eq!((index.checkpoint.as_str(), index.container.as_str()), ("5b0f", "out"));
+    assert_eq!(
+        (index.checkpoint.as_str(), index.container.as_str()),
+        ("5b0f", "out")
+    );
     assert_eq!(index.image, out.canonicalize().unwrap());
     let [piece] = &index.pieces[..] else {
         panic!("{:?}", index.pieces);
     };
-    assert_eq!((piece.pid, piece.address, piece.length), (PID, large().start, LARGE));
+    assert_eq!(
+        (piece.pid, piece.address, piece.length),
+        (PID, large().start, LARGE)
+    );
     assert!(piece.extents[2].is_none() && piece.extents.iter().flatten().count() == 4);
 
     let manifest = Manifest::read(&out).unwrap().unwrap();
@@ -154,7 +170,11 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     let again = inline.path("again");
     export(&out, Some(inline.path("store")), &again, |_| |_| {}).unwrap();
     assert!(memory(&again, PID) == memory(&image, PID), "other pages");
-    Manifest::read(&again).unwrap().unwrap().verify_images(&again).unwrap();
+    Manifest::read(&again)
+        .unwrap()
+        .unwrap()
+        .verify_images(&again)
+        .unwrap();
     // And the other way round, to the same index.
     let out = inline.path("twice");
     let twice = import(&again, (&inline.store, None), &out, |_| |_| {}).unwrap();
@@ -166,12 +186,24 @@ fn what_a_checkpoint_would_leave_to_criu_stays() {
     const GUARD: u64 = 1 << 16;
     let half = large().start + LARGE / 2;
     let odd = [
-        ("small", vec![vma(large().start..half, ANONYMOUS, 0), vma(half..large().end, ANONYMOUS, 0)]),
+        (
+            "small",
+            vec![
+                vma(large().start..half, ANONYMOUS, 0),
+                vma(half..large().end, ANONYMOUS, 0),
+            ],
+        ),
         ("of a file", vec![vma(large(), 0x41, 0)]),
         ("a stack", vec![vma(large(), ANONYMOUS | 2, 0)]),
         ("not inherited", vec![vma(large(), ANONYMOUS, 1 << 10)]),
-        ("with guards", vec![vma(large(), ANONYMOUS, 0), vma(half..half + PAGE, GUARD, 0)]),
-        ("mostly untouched", vec![vma(large().start..large().start + (64 << 20), ANONYMOUS, 0)]),
+        (
+            "with guards",
+            vec![vma(large(), ANONYMOUS, 0), vma(half..half + PAGE, GUARD, 0)],
+        ),
+        (
+            "mostly untouched",
+            vec![vma(large().start..large().start + (64 << 20), ANONYMOUS, 0)],
+        ),
     ];
     for (what, vmas) in odd {
         let inline = Inline::with(&vmas);
@@ -195,9 +227,19 @@ fn what_parent_and_child_may_share_stays() {
     let before = [PID, CHILD].map(|pid| memory(&inline.path("image"), pid));
     let stored = inline.import().unwrap();
     let index = inline.store.index(&stored.index).unwrap();
-    let pieces: Vec<(i32, u64)> = index.pieces.iter().map(|piece| (piece.pid, piece.address)).collect();
+    let pieces: Vec<(i32, u64)> = index
+        .pieces
+        .iter()
+        .map(|piece| (piece.pid, piece.address))
+        .collect();
     assert_eq!(pieces, [(CHILD, own.start)]);
-    export(&inline.path("out"), Some(inline.path("store")), &inline.path("again"), |_| |_| {}).unwrap();
+    export(
+        &inline.path("out"),
+        Some(inline.path("store")),
+        &inline.path("again"),
+        |_| |_| {},
+    )
+    .unwrap();
     let after = [PID, CHILD].map(|pid| memory(&inline.path("again"), pid));
     assert!(before == after, "other pages");
 }
@@ -205,7 +247,12 @@ fn what_parent_and_child_may_share_stays() {
 #[test]
 fn what_cannot_be_imported_leaves_nothing() {
     let inline = Inline::new();
-    let full = import(&inline.path("image"), (&inline.store, Some(WHOLE)), &inline.path("out"), |_| |_| {});
+    let full = import(
+        &inline.path("image"),
+        (&inline.store, Some(WHOLE)),
+        &inline.path("out"),
+        |_| |_| {},
+    );
     assert_eq!(full.unwrap_err().code(), "FIRN-STORE-FULL");
     let pages = inline.path("image/pages-1.img");
     let good = fs::read(&pages).unwrap();
@@ -223,6 +270,11 @@ fn what_cannot_be_imported_leaves_nothing() {
     inline.fails("FIRN-MANIFEST-MISSING");
     inline.seal();
     inline.import().unwrap();
-    let again = import(&inline.path("out"), (&inline.store, None), &inline.path("other"), |_| |_| {});
+    let again = import(
+        &inline.path("out"),
+        (&inline.store, None),
+        &inline.path("other"),
+        |_| |_| {},
+    );
     assert_eq!(again.unwrap_err().code(), "FIRN-IMAGE-COPY", "it is in the store");
 }

@@ -5,6 +5,7 @@ mod copies;
 mod delta;
 mod progress;
 mod together;
+mod unmounted;
 
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -18,6 +19,7 @@ use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_
 use delta::a_second_checkpoint_writes_what_has_changed;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use together::two_checkpoints_and_gc_share_a_store;
+use unmounted::a_store_that_is_not_mounted_is_not_made_again;
 
 /// Large memory goes into a store.
 const STORE: &str = "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n";
@@ -331,5 +333,6 @@ fn main() -> ExitCode {
         a_second_checkpoint_writes_what_has_changed [FORKY];
         two_checkpoints_and_gc_share_a_store [FORKY];
         criu_alone_restores_what_firn_copied [FORKY, TRIXIE];
+        a_store_that_is_not_mounted_is_not_made_again [FORKY];
     })
 }

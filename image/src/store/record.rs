@@ -1,0 +1,167 @@
+//! Where this node had its stores mounted. A file system that is not mounted leaves an empty directory, which
+//! would become another store, on the disk below.
+
+use std::path::{Path, PathBuf, absolute};
+
+use firn_host::bounded::read_at_most;
+use firn_host::mountinfo::{MountEntry, mounted};
+use firn_host::{UnlessAbsent, atomic_file};
+use serde::{Deserialize, Serialize};
+
+use super::error::io;
+use super::{Digest, Store, StoreError};
+
+/// Digits of the name of a record.
+const NAME: usize = 16;
+/// Largest one that is read.
+const LIMIT: u64 = 16 << 10;
+
+/// The store that was used last at a path.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    store: PathBuf,
+    id: String,
+    /// Where its file system was mounted.
+    mount_point: PathBuf,
+}
+
+impl Store {
+    /// As [`Store::create`], for a store that this node uses again, and that is recorded in the directory
+    /// `records`.
+    ///
+    /// # Errors
+    /// Where there would be a new store because the file system of the last one is not mounted.
+    pub fn create_again(root: &Path, records: &Path) -> Result<Self, StoreError> {
+        let mounts = mounted().map_err(io("read", "/proc/self/mountinfo"))?;
+        Self::create_among(root, records, &mounts)
+    }
+
+    pub(super) fn create_among(
+        root: &Path,
+        records: &Path,
+        mounts: &[MountEntry],
+    ) -> Result<Self, StoreError> {
+        let root = &absolute(root).map_err(io("resolve", root))?;
+        let name = name(root);
+        let last = read(&records.join(&name)).filter(|last| last.store == *root);
+        if let Some(last) = &last
+            && matches!(Self::open(root), Err(StoreError::Absent { .. }))
+            && mount_point(root, mounts)? != last.mount_point
+        {
+            return Err(StoreError::NotMounted {
+                path: root.to_owned(),
+                id: last.id.clone(),
+                mount_point: last.mount_point.clone(),
+                record: records.join(name),
+            });
+        }
+        let store = Self::create(root)?;
+        let now = Record {
+            store: root.to_owned(),
+            id: store.id().to_owned(),
+            mount_point: mount_point(root, mounts)?,
+        };
+        // What lies on the root's file system cannot lack it. Without a record, the store is as good.
+        if last.as_ref() != Some(&now) && (last.is_some() || now.mount_point != Path::new("/")) {
+            let _ = write(records, &name, &now);
+        }
+        Ok(store)
+    }
+}
+
+fn name(root: &Path) -> String {
+    let mut name = Digest::of(root.as_os_str().as_encoded_bytes()).to_string();
+    name.truncate(NAME);
+    name + ".json"
+}
+
+fn read(record: &Path) -> Option<Record> {
+    let bytes = read_at_most(std::fs::File::open(record).ok()?, LIMIT).ok()??;
+    serde_json::from_slice(&bytes).ok()
+}
+
+fn write(records: &Path, name: &str, record: &Record) -> std::io::Result<()> {
+    std::fs::create_dir_all(records)?;
+    atomic_file::write(records, name, &serde_json::to_vec(record)?, 0o600)
+}
+
+/// Where the file system is mounted that `path` lies in, or will when it is made.
+fn mount_point(path: &Path, mounts: &[MountEntry]) -> Result<PathBuf, StoreError> {
+    let mut above = path.ancestors();
+    let there = above.find_map(|path| path.canonicalize().if_present().transpose());
+    let there = there.transpose().map_err(io("resolve", path))?;
+    let there = there.unwrap_or_else(|| PathBuf::from("/"));
+    let mounts = mounts.iter().map(|mount| &mount.mount_point);
+    let over = mounts.filter(|mount| there.starts_with(mount));
+    let nearest = over.max_by_key(|mount| mount.components().count());
+    Ok(nearest.map_or_else(|| PathBuf::from("/"), PathBuf::clone))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use firn_host::Problem;
+
+    use super::*;
+
+    fn mounts(points: &[&Path]) -> Vec<MountEntry> {
+        let entry = |point: &&Path| MountEntry {
+            mount_point: point.to_path_buf(),
+            ..MountEntry::default()
+        };
+        points.iter().map(entry).collect()
+    }
+
+    #[test]
+    fn a_store_whose_file_system_is_not_mounted_is_not_made_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let (disk, records) = (dir.join("disk"), dir.join("records"));
+        fs::create_dir(&disk).unwrap();
+        let root = disk.join("firn/store");
+        let with = mounts(&[Path::new("/"), &disk]);
+        let without = mounts(&[Path::new("/")]);
+        let first = Store::create_among(&root, &records, &with).unwrap();
+        // What lies elsewhere is a store, too, if it is one.
+        Store::create_among(&root, &records, &without).unwrap();
+        Store::create_among(&root, &records, &with).unwrap();
+
+        // The mount point is empty, then the operator has made the directory.
+        fs::remove_dir_all(disk.join("firn")).unwrap();
+        for step in 0..2 {
+            let error = Store::create_among(&root, &records, &without).unwrap_err();
+            assert_eq!(error.code(), "FIRN-STORE-UNUSABLE");
+            let shown = error.to_string();
+            let parts = [first.id(), disk.to_str().unwrap(), records.to_str().unwrap()];
+            assert!(parts.iter().all(|part| shown.contains(part)), "{shown}");
+            assert_eq!(fs::exists(&root).unwrap(), step > 0);
+            fs::create_dir_all(&root).unwrap();
+        }
+        // Another file system there, as a tmpfs after the node has started again.
+        let second = Store::create_among(&root, &records, &with).unwrap();
+        assert_ne!(first.id(), second.id());
+
+        // The operator has given it up.
+        fs::remove_dir_all(disk.join("firn")).unwrap();
+        fs::remove_dir_all(&records).unwrap();
+        Store::create_among(&root, &records, &without).unwrap();
+        assert!(!records.exists(), "one on the root's file system is recorded");
+    }
+
+    #[test]
+    fn a_node_without_records_has_stores() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        let root = dir.path().join("store");
+        let with = mounts(&[dir.path()]);
+        for _ in 0..2 {
+            Store::create_among(&root, &dir.path().join("file/records"), &with).unwrap();
+        }
+        let records = dir.path().join("records");
+        fs::create_dir(&records).unwrap();
+        fs::write(records.join(name(&root)), "{}").unwrap();
+        Store::create_among(&root, &records, &with).unwrap();
+        assert_eq!(read(&records.join(name(&root))).unwrap().mount_point, dir.path());
+    }
+}
