@@ -120,17 +120,21 @@ impl Publisher {
 
     /// Queues an event; never waits.
     pub fn publish<E: TaskEvent>(&self, event: &E) {
-        let Some(inbox) = &self.inbox else { return };
         let value = match event.write_to_bytes() {
             Ok(value) => value,
             Err(error) => return log::error!("cannot encode an event for {}: {error}", E::TOPIC),
         };
         // containerd looks up the bare name; `Any::pack` would put a host before it.
         let type_url = format!("containerd.events.{}", E::NAME);
+        self.send(E::TOPIC.to_owned(), type_url, value);
+    }
+
+    fn send(&self, topic: String, type_url: String, value: Vec<u8>) {
+        let Some(inbox) = &self.inbox else { return };
         let envelope = Envelope {
             timestamp: MessageField::some(Timestamp::from(SystemTime::now())),
             namespace: self.namespace.clone(),
-            topic: E::TOPIC.to_owned(),
+            topic,
             event: MessageField::some(Any {
                 type_url,
                 value,
@@ -250,6 +254,7 @@ impl Worker {
     }
 }
 
+mod steps;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]

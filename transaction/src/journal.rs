@@ -23,8 +23,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
@@ -35,6 +35,7 @@ use serde::{Deserialize, Serialize};
 use crate::blocking::blocking;
 use crate::phase::Phase;
 use crate::procfs;
+use crate::steps::{Follower, Step};
 use crate::warn::OrWarn;
 use firn_gpu::CudaProcess;
 
@@ -229,6 +230,8 @@ struct Open {
     path: PathBuf,
     /// A line was not written in time. No later line is written, because the late one may still come.
     hangs: AtomicBool,
+    /// Who gets the steps of the operation.
+    follower: OnceLock<(Operation, Follower)>,
 }
 
 impl Journal {
@@ -273,10 +276,29 @@ impl Journal {
     }
 
     fn of(path: PathBuf, opened: io::Result<File>) -> Result<Self, JournalError> {
-        let hangs = AtomicBool::new(false);
+        let (hangs, follower) = (AtomicBool::new(false), OnceLock::new());
         match opened {
-            Ok(file) => Ok(Self(Arc::new(Open { file, path, hangs }))),
+            Ok(file) => Ok(Self(Arc::new(Open {
+                file,
+                path,
+                hangs,
+                follower,
+            }))),
             Err(source) => Err(JournalError { path, source }),
+        }
+    }
+
+    /// Lets the container's follower, if it has one, get the steps from now on.
+    pub(crate) fn follow(&self, operation: Operation, follower: Option<&Follower>) {
+        if let Some(follower) = follower {
+            // A journal is that of one operation.
+            let _ = self.0.follower.set((operation, follower.clone()));
+        }
+    }
+
+    pub(crate) fn step(&self, step: Step<'_>) {
+        if let Some((operation, follower)) = self.0.follower.get() {
+            follower.step(*operation, step);
         }
     }
 
@@ -284,6 +306,7 @@ impl Journal {
     pub async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
         let at = clock::now();
         self.write(Line::Enter { phase, at }).await?;
+        self.step(Step::Phase(phase));
         #[cfg(debug_assertions)]
         failpoint::trigger(phase).await;
         Ok(())

@@ -36,6 +36,7 @@ pub mod recovery;
 pub mod restore;
 pub mod runc;
 pub mod stdio;
+pub mod steps;
 pub mod sys;
 #[cfg(any(test, feature = "testing"))]
 #[doc(hidden)]

@@ -13,8 +13,10 @@ use tokio::time::sleep;
 
 use crate::blocking::{remove, tidy};
 use crate::cancel::CancellationToken;
+use crate::journal::Journal;
 use crate::phase::Phase;
 use crate::reaper::{OutputError, Reaper};
+use crate::steps::Step;
 
 /// How often it is logged how far a copy is.
 const STEP: Duration = Duration::from_secs(2);
@@ -63,6 +65,8 @@ pub(crate) struct Copier {
     pub limit: Duration,
     pub container: String,
     pub bundle: PathBuf,
+    /// Of the transaction, if it is one that copies.
+    pub journal: Option<Journal>,
 }
 
 impl Copier {
@@ -111,6 +115,9 @@ impl Copier {
                 let read = move || file.as_deref().and_then(Progress::read);
                 if let Some(progress) = tidy("read the progress of a copy", read).await {
                     self.log(&progress);
+                    if let Some(journal) = &self.journal {
+                        journal.step(Step::Copied(&progress));
+                    }
                 }
             }
         };

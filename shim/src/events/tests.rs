@@ -7,6 +7,11 @@ use containerd_shim_protos::shim_async::{Events, create_events};
 use tokio::sync::mpsc;
 use ttrpc::r#async::{Server, TtrpcContext};
 
+use firn_image::memory::progress::Progress;
+use firn_transaction::journal::Operation;
+use firn_transaction::phase::Phase;
+use firn_transaction::steps::Step;
+
 use super::*;
 
 const SOON: Duration = Duration::from_secs(30);
@@ -74,6 +79,43 @@ fn number(envelope: &Envelope) -> u32 {
     TaskExit::parse_from_bytes(&envelope.event.value)
         .unwrap()
         .exit_status
+}
+
+/// Bytes as protoc's encoder writes them for containerd's message.
+#[tokio::test]
+async fn steps_have_a_type_that_containerd_shows() {
+    let dir = tempfile::tempdir().unwrap();
+    let (daemon, mut received) = Daemon::new();
+    let _server = daemon.serve(&socket(&dir)).await;
+    let publisher = Publisher::new(socket(&dir).to_str().unwrap(), "default");
+    let copied = Progress {
+        phase: "copy-memory".to_owned(),
+        begun: 0,
+        done: 300,
+        all: 1 << 33,
+    };
+    publisher.step("job", Operation::Checkpoint, Step::Phase(Phase::GpuLock));
+    publisher.step("job", Operation::Checkpoint, Step::Copied(&copied));
+    publisher.ended("job", Operation::Move, Err(Some("FIRN-GPU-BUSY".to_owned())));
+    for (topic, value) in [
+        (
+            "/firn/checkpoint",
+            &b"\x0a\x08gpu-lock\x12\x03job\x20\0\x28\0"[..],
+        ),
+        (
+            "/firn/checkpoint",
+            b"\x0a\x0bcopy-memory\x12\x03job\x20\xac\x02\x28\x80\x80\x80\x80\x20",
+        ),
+        (
+            "/firn/move",
+            b"\x0a\x15failed: FIRN-GPU-BUSY\x12\x03job\x20\0\x28\0",
+        ),
+    ] {
+        let envelope = next(&mut received).await;
+        assert_eq!(envelope.topic, topic);
+        assert_eq!(envelope.event.type_url, "containerd.types.transfer.Progress");
+        assert_eq!(envelope.event.value, value, "{topic}");
+    }
 }
 
 #[tokio::test]

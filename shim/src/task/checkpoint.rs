@@ -11,6 +11,7 @@ use super::{Service, TaskError};
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::Action;
 use firn_transaction::image_dir::ImageDir;
+use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
 
 pub(super) async fn checkpoint(
@@ -42,6 +43,7 @@ pub(super) async fn checkpoint(
         Ok(result) => result,
         Err(_) => Err(checkpoint::rollback_after_panic(&container, &service.reaper).await),
     };
-    result?;
-    Ok(Empty::default())
+    let result = result.map_err(TaskError::from);
+    service.ended(&container, Operation::Checkpoint, &result);
+    result.map(|()| Empty::default())
 }

@@ -21,6 +21,7 @@ use firn_transaction::options::RuncOptions;
 use firn_transaction::recovery;
 use firn_transaction::runc;
 use firn_transaction::stdio::{self, StdioConfig};
+use firn_transaction::steps::{Follower, Step};
 
 /// Others may enter and not list it: user namespaces need that.
 const ROOTFS_MODE: u32 = 0o711;
@@ -145,6 +146,7 @@ async fn build_mounted(
         prepared.traits,
         prepared.restore,
     );
+    follow(service, &container);
     let container = Arc::new(container);
     if !restores {
         // Order matters: the exit of an init that dies at once is published after Create.
@@ -152,6 +154,15 @@ async fn build_mounted(
         run_create(service, &container).await?;
     }
     Ok(container)
+}
+
+/// Publishes the steps of the container's transactions, if they are firn's own.
+fn follow(service: &Service, container: &Container) {
+    if container.traits.by_firn() {
+        let (publisher, id) = (service.publisher.clone(), container.id.clone());
+        let follow = move |operation, step: Step<'_>| publisher.step(&id, operation, step);
+        container.follower.get_or_init(|| Follower::new(follow));
+    }
 }
 
 async fn run_create(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {

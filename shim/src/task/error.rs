@@ -124,6 +124,13 @@ impl TaskError {
         move |source| Self::Runtime { verb, source }
     }
 
+    /// firn's code, if it has one: what its text begins with, for clients too.
+    pub(super) fn of_firn(&self) -> Option<String> {
+        let text = self.to_string();
+        let (code, _) = text.split_once(':')?;
+        code.starts_with("FIRN-").then(|| code.to_owned())
+    }
+
     fn code(&self) -> Code {
         match self {
             Self::NoContainer | Self::NoProcess { .. } | Self::Finished | Self::Absent => Code::NOT_FOUND,

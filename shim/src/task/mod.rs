@@ -43,6 +43,7 @@ use crate::server::Context;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
+use firn_transaction::journal::Operation;
 use firn_transaction::reaper::Reaper;
 
 /// SIGKILL as the protocol numbers signals.
@@ -90,6 +91,14 @@ impl Service {
         match self.containers().get(id) {
             Some(Slot::Ready(container)) => Ok(container.clone()),
             Some(Slot::Reserved(_) | Slot::Cancelled) | None => Err(TaskError::NoContainer),
+        }
+    }
+
+    /// Publishes how a transaction has ended, if it was firn's own.
+    fn ended<T>(&self, container: &Container, operation: Operation, result: &Result<T, TaskError>) {
+        if container.traits.by_firn() {
+            let outcome = result.as_ref().map(drop).map_err(TaskError::of_firn);
+            self.publisher.ended(&container.id, operation, outcome);
         }
     }
 

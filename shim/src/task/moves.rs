@@ -12,6 +12,7 @@ use firn_config::{GpuBusy, names};
 use firn_host::Chain;
 use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, Wanted};
 use firn_transaction::container::{Action, Container, InitState, NotAllowed};
+use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
 use tokio::sync::RwLockWriteGuard;
 
@@ -94,7 +95,7 @@ async fn resume(
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Resume)?;
     let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
-    end(service, container, done.ok()).await
+    end(service, container, Operation::Resume, done.ok()).await
 }
 
 /// The caller holds the operation lock.
@@ -106,7 +107,7 @@ async fn move_gpus(
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
     let done = caught(Box::pin(park::move_gpus(container, wanted, &service.reaper))).await;
-    let done = end(service, container, done.ok()).await;
+    let done = end(service, container, Operation::Move, done.ok()).await;
     if container.state() == InitState::Pausing {
         container.set_state(InitState::Running);
     }
@@ -117,6 +118,7 @@ async fn move_gpus(
 async fn end(
     service: &Arc<Service>,
     container: &Arc<Container>,
+    operation: Operation,
     done: Option<Result<Resumed, ParkError>>,
 ) -> Result<Empty, TaskError> {
     let done = match done {
@@ -127,15 +129,21 @@ async fn end(
         Ok(Resumed { moved, hook }) => {
             let empty = resumed(service, container);
             describe(service, container, moved, "").await;
-            hook?;
-            Ok(empty)
+            let done = hook.map(|()| empty).map_err(TaskError::from);
+            service.ended(container, operation, &done);
+            done
         }
         Err(error) => {
             if container.is_parked() && error.awaited().is_none() {
                 let why = format!("; the last resume failed: {}", Chain(&error));
                 describe(service, container, None, &why).await;
             }
-            Err(error.into())
+            let is_tried_again = error.awaited().is_some();
+            let failed = Err(error.into());
+            if !is_tried_again {
+                service.ended(container, operation, &failed);
+            }
+            failed
         }
     }
 }

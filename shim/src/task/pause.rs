@@ -11,6 +11,7 @@ use firn_transaction::cgroup::FreezerState;
 use firn_transaction::checkpoint;
 use firn_transaction::checkpoint::park::{self, Wanted};
 use firn_transaction::container::{Action, Container, InitState};
+use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
@@ -38,11 +39,12 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 
 async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
     if park::is_requested(container)? {
-        let parked = caught(Box::pin(park::pause(container, &service.reaper))).await;
-        match parked {
-            Ok(parked) => parked?,
-            Err(_) => return Err(park::after_panic(container, &service.reaper).await.into()),
-        }
+        let parked = match caught(Box::pin(park::pause(container, &service.reaper))).await {
+            Ok(parked) => parked.map_err(TaskError::from),
+            Err(_) => Err(park::after_panic(container, &service.reaper).await.into()),
+        };
+        service.ended(container, Operation::Pause, &parked);
+        parked?;
         moves::label(service, container).await;
         return Ok(());
     }

@@ -14,7 +14,7 @@ use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::checkpoint::park;
 use firn_transaction::container::{Action, Container, InitState, Process};
-use firn_transaction::journal::point;
+use firn_transaction::journal::{Operation, point};
 use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::restore;
 use firn_transaction::runc::{Exec, read_pid};
@@ -56,7 +56,11 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             let started = container.runc.start(killed).await;
             started.map_err(TaskError::runtime("start"))
         }
-        Some(prepared) => restore_init(service, container, prepared).await,
+        Some(prepared) => {
+            let restored = restore_init(service, container, prepared).await;
+            service.ended(container, Operation::Restore, &restored);
+            restored
+        }
     };
     let pid = container.init.pid();
     if started.is_ok() {

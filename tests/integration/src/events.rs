@@ -159,6 +159,16 @@ impl Events {
         Ok(std::mem::take(&mut self.lines))
     }
 
+    /// Every line up to the first one that has this in it.
+    pub fn until(&mut self, part: &str) -> Result<Vec<String>> {
+        while !self.lines.last().is_some_and(|line| line.contains(part)) {
+            let line = self.heard.recv_timeout(LIMIT);
+            self.lines
+                .push(line.with_context(|| format!("no {part:?} after {:?}", self.lines))?);
+        }
+        Ok(std::mem::take(&mut self.lines))
+    }
+
     /// Every line up to now: until it prints a mark that is made here.
     pub fn until_now(mut self, host: &GpuHost) -> Result<Vec<String>> {
         let mark = "localhost/until-now:latest";

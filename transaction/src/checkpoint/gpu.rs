@@ -41,6 +41,7 @@ pub(super) async fn run(
     let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| CheckpointError::refused(container, error))?;
+    journal.follow(Operation::Checkpoint, container.follower.get());
     let guard = container.transaction.begin();
     let mut effects = ContainerEffects {
         container,

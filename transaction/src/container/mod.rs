@@ -31,6 +31,7 @@ use crate::parked::Parked;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Exit;
 use crate::runc::Runc;
+use crate::steps::Follower;
 use crate::tracer::TracedThreads;
 
 /// A container of this shim.
@@ -60,6 +61,8 @@ pub struct Container {
     pub(crate) dev: Arc<Mutex<()>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
+    /// Gets the steps of its checkpoints and restores; set where they are firn's own.
+    pub follower: OnceLock<Follower>,
     /// Reports when memory runs out; set once there are processes and the host accounts memory.
     pub oom: OnceLock<Arc<OomWatch>>,
     /// Number of calls in progress that signal init.
@@ -135,6 +138,7 @@ impl Container {
                 ..Status::default()
             }),
             cgroup: Mutex::new(None),
+            follower: OnceLock::new(),
             oom: OnceLock::new(),
             kills: watch::Sender::new(0),
         }

@@ -241,6 +241,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             limit: self.gpu.config.deadlines.criu_restore,
             container: self.container.id.clone(),
             bundle: self.container.bundle.clone(),
+            journal: Some(self.restore.bounds.journal.clone()),
         };
         let fill = Request::Fill(Fill {
             stored,

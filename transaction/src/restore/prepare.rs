@@ -193,6 +193,7 @@ impl Preparation<'_> {
             limit: config.deadlines.verify,
             container: self.id.to_owned(),
             bundle: self.bundle.to_owned(),
+            journal: None,
         };
         let () = copier.ask(Request::Look(stored.clone()), self.cancel).await?;
         Ok(Some(stored))

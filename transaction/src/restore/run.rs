@@ -130,6 +130,7 @@ async fn begin_journal(
     let journal = Journal::begin(&container.bundle, begin)
         .await
         .map_err(|error| failed(prepared, error.into()))?;
+    journal.follow(Operation::Restore, container.follower.get());
     point("restore-journalled").await;
     if cancel.is_cancelled() {
         journal.end(Outcome::Failed).await;

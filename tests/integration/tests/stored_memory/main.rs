@@ -3,6 +3,7 @@
 mod bare;
 mod copies;
 mod delta;
+mod events;
 mod progress;
 mod together;
 mod unmounted;
@@ -17,6 +18,7 @@ use firn_node::Platform;
 use bare::criu_alone_restores_what_firn_copied;
 use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_in_the_store};
 use delta::a_second_checkpoint_writes_what_has_changed;
+use events::containerd_shows_the_phases;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use together::two_checkpoints_and_gc_share_a_store;
 use unmounted::a_store_that_is_not_mounted_is_not_made_again;
@@ -330,6 +332,7 @@ fn main() -> ExitCode {
         an_imported_image_has_its_memory_in_the_store [FORKY];
         a_copy_that_takes_long_is_shown [FORKY];
         a_dump_that_fails_ends_the_copy [FORKY];
+        containerd_shows_the_phases [FORKY, TRIXIE];
         a_second_checkpoint_writes_what_has_changed [FORKY];
         two_checkpoints_and_gc_share_a_store [FORKY];
         criu_alone_restores_what_firn_copied [FORKY, TRIXIE];

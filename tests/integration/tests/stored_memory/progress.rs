@@ -61,7 +61,7 @@ fn is_shown(
 }
 
 /// runc whose checkpoints fail.
-const FAILING: &str =
+pub const FAILING: &str =
     "#!/bin/sh\ncase \" $* \" in *\" checkpoint \"*) exit 1 ;; esac\nexec /usr/sbin/runc \"$@\"\n";
 
 /// The container stands still for the copy: when CRIU has failed, nobody waits for it.

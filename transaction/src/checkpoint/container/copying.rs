@@ -72,6 +72,7 @@ impl ContainerEffects<'_> {
                 limit: self.config.deadlines.criu_dump,
                 container: self.container.id.clone(),
                 bundle: self.container.bundle.clone(),
+                journal: Some(self.journal.clone()),
             },
             cancel: self.cancel.clone(),
             save,

@@ -221,6 +221,7 @@ impl<'c> Ground<'c> {
         };
         let journal = Journal::begin(&container.bundle, begin).await;
         let journal = journal.map_err(|error| refused(operation, container, error.into()))?;
+        journal.follow(operation, container.follower.get());
         Ok(Self {
             container,
             operation,

@@ -1,0 +1,63 @@
+//! What containerd's clients see of firn's transactions while they go on: docs/reference/events.md.
+//!
+//! containerd's tools show events of types that they know, and no others. So these have the type of its own
+//! progress of transfers.
+
+use firn_transaction::journal::Operation;
+use firn_transaction::steps::Step;
+use protobuf::CodedOutputStream;
+
+use super::Publisher;
+
+const TYPE: &str = "containerd.types.transfer.Progress";
+
+/// Fields of that type.
+mod field {
+    pub(super) const EVENT: u32 = 1;
+    pub(super) const NAME: u32 = 2;
+    pub(super) const PROGRESS: u32 = 4;
+    pub(super) const TOTAL: u32 = 5;
+}
+
+impl Publisher {
+    /// Publishes a step of a transaction of this container.
+    pub fn step(&self, container: &str, operation: Operation, step: Step<'_>) {
+        match step {
+            Step::Phase(phase) => self.progress(container, operation, phase.name(), (0, 0)),
+            Step::Copied(copied) => {
+                self.progress(container, operation, &copied.phase, (copied.done, copied.all));
+            }
+        }
+    }
+
+    /// Publishes that a transaction has ended; if it has failed, with the code of its error, if that has one.
+    pub fn ended(&self, container: &str, operation: Operation, result: Result<(), Option<String>>) {
+        let outcome = match result {
+            Ok(()) => "done".to_owned(),
+            Err(None) => "failed".to_owned(),
+            Err(Some(code)) => format!("failed: {code}"),
+        };
+        self.progress(container, operation, &outcome, (0, 0));
+    }
+
+    fn progress(&self, container: &str, operation: Operation, event: &str, bytes: (u64, u64)) {
+        let topic = format!("/firn/{operation}");
+        match encoded(container, event, bytes) {
+            Ok(value) => self.send(topic, TYPE.to_owned(), value),
+            Err(error) => log::error!("cannot encode an event for {topic}: {error}"),
+        }
+    }
+}
+
+fn encoded(container: &str, event: &str, (done, all): (u64, u64)) -> protobuf::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut message = CodedOutputStream::vec(&mut bytes);
+    message.write_string(field::EVENT, event)?;
+    message.write_string(field::NAME, container)?;
+    for (field, number) in [(field::PROGRESS, done), (field::TOTAL, all)] {
+        message.write_int64(field, i64::try_from(number).unwrap_or(i64::MAX))?;
+    }
+    message.flush()?;
+    drop(message);
+    Ok(bytes)
+}
