@@ -11,7 +11,7 @@ pub fn copying() -> usize {
     thread::available_parallelism().map_or(1, usize::from).min(MOST)
 }
 
-/// As [`each_on`], on as many threads as [`copying`] says.
+/// As [`each_on`], on [`copying`] threads.
 pub(crate) fn each<T: Send, K, E: Send>(
     pieces: usize,
     begin: impl Fn() -> K + Sync,

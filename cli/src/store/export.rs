@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::args::{ExportArgs, ImportArgs};
 use super::progress::Progress;
-use super::{cap, create, place, short, shown};
+use super::{cap, made, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -24,8 +24,9 @@ pub fn run(args: &ExportArgs) -> Result<bool> {
 
 /// True: it is written.
 pub fn import(args: &ImportArgs) -> Result<bool> {
-    let store = create(&args.common)?;
-    let to = (&store, cap(&args.common)?);
+    let path = place(&args.common)?.directory()?;
+    // Not before it is known that something goes there.
+    let to = (|| made(&path), cap(&args.common)?);
     let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
     match args.common.json {
         true => output::json(&json!({"dir": args.out, "memory": memory}))?,

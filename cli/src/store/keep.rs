@@ -57,8 +57,8 @@ fn named_by(manifest: &[u8]) -> Result<Option<Digest>, serde_json::Error> {
     Ok(envelope.body.bulk.map(|bulk| bulk.index))
 }
 
-/// Why an image directory needs the index: it names it, or may, as it cannot be read, or not be understood, or
-/// gets its firn.json when its checkpoint is complete.
+/// Why an image directory needs the index: it names it, or may, if it cannot be read or understood, or if its
+/// checkpoint is not complete.
 pub fn by_directory(dir: &Path, index: &Digest) -> Option<String> {
     let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
     let is_named = match file.and_then(|file| read_at_most(file, MAX_BYTES)) {

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, names};
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Store};
+use firn_image::store::{Digest, Store, StoreError};
 use serde_json::json;
 
 use crate::output::{self, line};
@@ -127,14 +127,9 @@ fn open(common: &Common) -> Result<Store> {
     shown(Store::open(&place(common)?.directory()?))
 }
 
-/// The same; one that is not there is made.
-fn create(common: &Common) -> Result<Store> {
-    made(&place(common)?.directory()?)
-}
-
 /// The store in this directory, which is made if it is not there, unless its file system is not mounted.
-fn made(path: &Path) -> Result<Store> {
-    shown(Store::create_again(path, Path::new(names::STORES)))
+fn made(path: &Path) -> Result<Store, StoreError> {
+    Store::create_again(path, Path::new(names::STORES))
 }
 
 fn place(common: &Common) -> Result<Place> {

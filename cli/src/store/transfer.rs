@@ -16,7 +16,7 @@ use super::bucket::Bucket;
 use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{Place, cap, create, find, made, open, short, shown};
+use super::{Place, cap, find, made, open, place, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -44,7 +44,7 @@ pub fn push(args: &PushArgs) -> Result<bool> {
     let images = images.into_iter();
     let copied: Result<Vec<Copied>> = match Place::of(&args.url)? {
         Place::Dir(path) => {
-            let to = made(&path)?;
+            let to = shown(made(&path))?;
             images.map(|id| copy(&from, &to, None, id)).collect()
         }
         Place::Bucket(url) => {
@@ -59,7 +59,7 @@ pub fn push(args: &PushArgs) -> Result<bool> {
 pub fn pull(args: &PullArgs) -> Result<bool> {
     let from = Place::of(&args.url)?.open()?;
     let image = find(&*from, &args.id)?;
-    let to = create(&args.common)?;
+    let to = shown(made(&place(&args.common)?.directory()?))?;
     let cap = cap(&args.common)?;
     print(&args.common, &[copy(&*from, &to, cap, image)?])
 }

@@ -476,6 +476,6 @@ fn an_image_that_is_what_it_would_become_is_not_copied() {
         let shown = all_output(&output);
         assert_eq!(output.status.code(), Some(1), "{shown}");
         assert!(shown.contains(code) && shown.contains("hint: "), "{shown}");
-        assert!(!node.path("out").exists());
+        assert!(!node.path("out").exists() && !node.path("store").exists());
     }
 }

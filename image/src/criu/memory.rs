@@ -219,7 +219,7 @@ pub struct Vma {
     pub at: Range<u64>,
     /// Private and anonymous: a page without content is zero.
     pub is_anonymous: bool,
-    /// Besides, readable and writable, and with no policy that a copy has to repeat.
+    /// In addition, readable and writable, and with no policy that a copy has to repeat.
     pub is_plain: bool,
 }
 

@@ -16,15 +16,15 @@ use super::image_copy::{ImageCopy, ImageCopyError, Part, blocks, joined, manifes
 use crate::checksums::ImageError;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
 use crate::manifest::{Manifest, StoredMemory};
-use crate::store::{EXTENT, Index, Piece, Store, Writer};
+use crate::store::{EXTENT, Index, Piece, Store, StoreError, Writer};
 use crate::threads;
 
-/// Writes the inline image `from` into the directory `to`, without the memory that the store gets, of which
-/// that may hold `cap` bytes. `to` is empty, or made. `begin` gets the bytes of that memory and returns what
+/// Writes the inline image `from` into the directory `to`, without the memory that the store gets, which may
+/// hold `cap` bytes. `to` is empty, or made. `begin` gets the bytes of that memory and returns what
 /// counts those that are copied.
 pub fn import<P: Fn(u64) + Sync>(
     from: &Path,
-    (store, cap): (&Store, Option<u64>),
+    (store, cap): (impl FnOnce() -> Result<Store, StoreError>, Option<u64>),
     to: &Path,
     begin: impl FnOnce(u64) -> P,
 ) -> Result<StoredMemory, ImageCopyError> {
@@ -39,6 +39,7 @@ pub fn import<P: Fn(u64) + Sync>(
     if bytes == 0 {
         return Err(ImageCopyError::Small { dir: from.to_owned() });
     }
+    let store = store()?;
     let copy = ImageCopy::begin(from, to)?;
     let written = store
         .writer(cap)

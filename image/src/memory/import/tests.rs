@@ -98,7 +98,7 @@ impl Inline {
     fn import(&self) -> Result<StoredMemory, ImageCopyError> {
         import(
             &self.path("image"),
-            (&self.store, None),
+            (|| Ok(self.store.clone()), None),
             &self.path("out"),
             |_| |_| {},
         )
@@ -136,7 +136,7 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     let inline = Inline::new();
     let (image, out) = (inline.path("image"), inline.path("out"));
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
-    let memory_of = import(&image, (&inline.store, None), &out, |total| {
+    let memory_of = import(&image, (|| Ok(inline.store.clone()), None), &out, |total| {
         begun.store(total, Ordering::Relaxed);
         |bytes| {
             done.fetch_add(bytes, Ordering::Relaxed);
@@ -177,7 +177,7 @@ fn what_is_imported_and_exported_has_the_same_pages() {
         .unwrap();
     // And the other way round, to the same index.
     let out = inline.path("twice");
-    let twice = import(&again, (&inline.store, None), &out, |_| |_| {}).unwrap();
+    let twice = import(&again, (|| Ok(inline.store.clone()), None), &out, |_| |_| {}).unwrap();
     assert_eq!((twice.written, twice.reused), (0, LARGE - WHOLE));
 }
 
@@ -249,7 +249,7 @@ fn what_cannot_be_imported_leaves_nothing() {
     let inline = Inline::new();
     let full = import(
         &inline.path("image"),
-        (&inline.store, Some(WHOLE)),
+        (|| Ok(inline.store.clone()), Some(WHOLE)),
         &inline.path("out"),
         |_| |_| {},
     );
@@ -272,7 +272,7 @@ fn what_cannot_be_imported_leaves_nothing() {
     inline.import().unwrap();
     let again = import(
         &inline.path("out"),
-        (&inline.store, None),
+        (|| Ok(inline.store.clone()), None),
         &inline.path("other"),
         |_| |_| {},
     );
