@@ -298,7 +298,7 @@ impl Journal {
 
     pub(crate) fn step(&self, step: Step<'_>) {
         if let Some((operation, follower)) = self.0.follower.get() {
-            follower.step(*operation, step);
+            follower.step(operation.name(), step);
         }
     }
 

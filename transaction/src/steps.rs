@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use firn_image::memory::progress::Progress;
 
-use crate::journal::Operation;
 use crate::phase::Phase;
 
 /// A step of a transaction.
@@ -16,16 +15,18 @@ pub enum Step<'a> {
     Copied(&'a Progress),
 }
 
-/// Gets the steps of a container's transactions. It never waits.
+type Follow = dyn Fn(&str, Step<'_>) + Send + Sync;
+
+/// Gets the steps of a container's transactions, with the name of the operation. It never waits.
 #[derive(Clone)]
-pub struct Follower(Arc<dyn Fn(Operation, Step<'_>) + Send + Sync>);
+pub struct Follower(Arc<Follow>);
 
 impl Follower {
-    pub fn new(follow: impl Fn(Operation, Step<'_>) + Send + Sync + 'static) -> Self {
+    pub fn new(follow: impl Fn(&str, Step<'_>) + Send + Sync + 'static) -> Self {
         Self(Arc::new(follow))
     }
 
-    pub(crate) fn step(&self, operation: Operation, step: Step<'_>) {
+    pub(crate) fn step(&self, operation: &str, step: Step<'_>) {
         (self.0)(operation, step);
     }
 }

@@ -3,7 +3,6 @@
 //! containerd's tools show events of types that they know, and no others. So these have the type of its own
 //! progress of transfers.
 
-use firn_transaction::journal::Operation;
 use firn_transaction::steps::Step;
 use protobuf::CodedOutputStream;
 
@@ -21,7 +20,7 @@ mod field {
 
 impl Publisher {
     /// Publishes a step of a transaction of this container.
-    pub fn step(&self, container: &str, operation: Operation, step: Step<'_>) {
+    pub fn step(&self, container: &str, operation: &str, step: Step<'_>) {
         match step {
             Step::Phase(phase) => self.progress(container, operation, phase.name(), (0, 0)),
             Step::Copied(copied) => {
@@ -31,7 +30,7 @@ impl Publisher {
     }
 
     /// Publishes that a transaction has ended; if it has failed, with the code of its error, if that has one.
-    pub fn ended(&self, container: &str, operation: Operation, result: Result<(), Option<String>>) {
+    pub fn ended(&self, container: &str, operation: &str, result: Result<(), Option<String>>) {
         let outcome = match result {
             Ok(()) => "done".to_owned(),
             Err(None) => "failed".to_owned(),
@@ -40,7 +39,7 @@ impl Publisher {
         self.progress(container, operation, &outcome, (0, 0));
     }
 
-    fn progress(&self, container: &str, operation: Operation, event: &str, bytes: (u64, u64)) {
+    fn progress(&self, container: &str, operation: &str, event: &str, bytes: (u64, u64)) {
         let topic = format!("/firn/{operation}");
         match encoded(container, event, bytes) {
             Ok(value) => self.send(topic, TYPE.to_owned(), value),

@@ -8,7 +8,6 @@ use tokio::sync::mpsc;
 use ttrpc::r#async::{Server, TtrpcContext};
 
 use firn_image::memory::progress::Progress;
-use firn_transaction::journal::Operation;
 use firn_transaction::phase::Phase;
 use firn_transaction::steps::Step;
 
@@ -94,9 +93,9 @@ async fn steps_have_a_type_that_containerd_shows() {
         done: 300,
         all: 1 << 33,
     };
-    publisher.step("job", Operation::Checkpoint, Step::Phase(Phase::GpuLock));
-    publisher.step("job", Operation::Checkpoint, Step::Copied(&copied));
-    publisher.ended("job", Operation::Move, Err(Some("FIRN-GPU-BUSY".to_owned())));
+    publisher.step("job", "checkpoint", Step::Phase(Phase::GpuLock));
+    publisher.step("job", "checkpoint", Step::Copied(&copied));
+    publisher.ended("job", "move", Err(Some("FIRN-GPU-BUSY".to_owned())));
     for (topic, value) in [
         (
             "/firn/checkpoint",

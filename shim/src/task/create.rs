@@ -160,7 +160,7 @@ async fn build_mounted(
 fn follow(service: &Service, container: &Container) {
     if container.traits.by_firn() {
         let (publisher, id) = (service.publisher.clone(), container.id.clone());
-        let follow = move |operation, step: Step<'_>| publisher.step(&id, operation, step);
+        let follow = move |operation: &str, step: Step<'_>| publisher.step(&id, operation, step);
         container.follower.get_or_init(|| Follower::new(follow));
     }
 }

@@ -98,7 +98,7 @@ impl Service {
     fn ended<T>(&self, container: &Container, operation: Operation, result: &Result<T, TaskError>) {
         if container.traits.by_firn() {
             let outcome = result.as_ref().map(drop).map_err(TaskError::of_firn);
-            self.publisher.ended(&container.id, operation, outcome);
+            self.publisher.ended(&container.id, operation.name(), outcome);
         }
     }
 
