@@ -12,11 +12,12 @@ use sha2::{Digest, Sha256};
 use crate::job::Job;
 use crate::{MEMORY, TRUNCATED, UNREADABLE, shim_memory};
 
-/// The manifest of the image with another body, and a checksum that fits.
+/// The manifest of the image with another body, and a checksum that fits. Its needs are those of an image
+/// with GPUs and large memory.
 pub fn forge(dir: &Path, body: &str) -> Result<()> {
     let digest = Sha256::digest(body.as_bytes());
     let sum: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    let head = r#"{"format":"firn-checkpoint","major":1,"minor":0,"needs":["nvidia"]"#;
+    let head = r#"{"format":"firn-checkpoint","major":1,"minor":0,"needs":["nvidia","blake3"]"#;
     let text = format!(r#"{head},"sha256":"{sum}","body":{body}}}"#);
     Ok(fs::write(dir.join("firn.json"), text)?)
 }
