@@ -156,6 +156,8 @@ sections! {
     pub struct Images {
         /// The directory of the node's store for memory. Default: none.
         pub store: Option<PathBuf> = None,
+        /// The file with the key of the store, if it is encrypted. Default: it is not.
+        pub store_key: Option<PathBuf> = None,
         /// The most bytes that a checkpoint may make of the store. Default: what its file system holds.
         pub store_cap: Option<u64> = None,
         /// Where the memory of checkpoints goes. A container's annotation comes first.

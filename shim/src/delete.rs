@@ -7,6 +7,7 @@
 
 mod leftover_processes;
 
+use std::convert::Infallible;
 use std::fs;
 use std::future::Future;
 use std::os::unix::fs::FileTypeExt;
@@ -94,8 +95,17 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         // Order matters: containerd removes its directory at this very moment.
         recovery.rescue(bundle).await;
         recovery.report_image();
-        // Order matters: all of the host's programs have them, and the rest may take all of the time.
+    }
+    // Order matters: all of the host's programs have them, and the rest may take all of the time. Whatever the
+    // journal shows: it may be unreadable.
+    let recovered = async {
         huge_pages::recover().await;
+        Ok::<(), Infallible>(())
+    };
+    steps
+        .attempt("put the host's huge pages back", KILL_LIMIT, recovered)
+        .await;
+    if let Some(recovery) = &mut recovery {
         recovery.end_programs(KILL_LIMIT).await;
         // Containers of the same pod share its network.
         let is_dump = recovery.record().begin.op == Operation::Checkpoint;
@@ -135,7 +145,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     if let Some(recovery) = &recovery {
         let cleared = async {
             recovery.clear().await;
-            Ok::<(), std::convert::Infallible>(())
+            Ok::<(), Infallible>(())
         };
         steps.attempt("clear the image", TOTAL_LIMIT, cleared).await;
     }

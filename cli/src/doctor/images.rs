@@ -21,10 +21,7 @@ use crate::text;
 const VARIABLES: [&str; 2] = ["XDG_RUNTIME_DIR", "TMPDIR"];
 
 pub fn checks(config: &Config) -> Vec<Check> {
-    vec![images(
-        &temporary(Path::new("/proc")),
-        config.checkpoint.rescue_dir(),
-    )]
+    vec![images(leftover(config))]
 }
 
 /// Where containerd may have left images: in /tmp, and in directories that its environment or that of this
@@ -107,8 +104,12 @@ fn age(age: Duration) -> String {
     }
 }
 
-fn images(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Check {
-    const NAME: &str = "images";
+/// Directories that containerd has left, or that firn has rescued from it: each may be an image.
+pub fn leftover(config: &Config) -> Vec<PathBuf> {
+    below(&temporary(Path::new("/proc")), config.checkpoint.rescue_dir())
+}
+
+fn below(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Vec<PathBuf> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
     let begins = |name: &OsStr| {
         let begin = [names::CONTAINERD_CHECKPOINT, names::RESCUE_PREFIX];
@@ -118,8 +119,15 @@ fn images(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Check {
     };
     let of_containerd = temporary.iter().flat_map(|dir| entries(dir));
     let of_containerd = of_containerd.filter(|entry| begins(&entry.file_name()));
-    let all = of_containerd.chain(entries(rescue)).map(|entry| entry.path());
-    let left: Vec<Left> = all.filter_map(Left::of).collect();
+    of_containerd
+        .chain(entries(rescue))
+        .map(|entry| entry.path())
+        .collect()
+}
+
+fn images(directories: Vec<PathBuf>) -> Check {
+    const NAME: &str = "images";
+    let left: Vec<Left> = directories.into_iter().filter_map(Left::of).collect();
     if left.is_empty() {
         return Check::ok(NAME, "none left by containerd, none rescued");
     }
@@ -155,18 +163,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (tmp, rescue) = (dir.path().join("tmp"), dir.path().join("rescue"));
         let temporary = BTreeSet::from([tmp.clone()]);
-        assert_eq!(images(&temporary, &rescue).status, Status::Ok);
+        assert_eq!(images(below(&temporary, &rescue)).status, Status::Ok);
         fs::create_dir_all(tmp.join("ctrd-checkpoint-empty")).unwrap();
         image(&tmp, "somebody-elses", 0o755);
         image(dir.path(), "elsewhere", 0o755);
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), tmp.join("ctrd-checkpoint-link")).unwrap();
-        assert_eq!(images(&temporary, &rescue).status, Status::Ok);
+        assert_eq!(images(below(&temporary, &rescue)).status, Status::Ok);
 
         let open = image(&tmp, "ctrd-checkpoint1", 0o755);
         let closed = image(&tmp, "ctrd-checkpoint2", 0o700);
         let rescued = image(&rescue, "default-job-2026", 0o700);
         let in_tmp = image(&tmp, "firn-rescue-default-job-2026", 0o700);
-        let check = images(&temporary, &rescue);
+        let check = images(below(&temporary, &rescue));
         assert_eq!(check.status, Status::Warn);
         assert!(check.found.starts_with("4 left, 8.0 KiB\n"), "{}", check.found);
         let line = |path: &Path| {

@@ -29,6 +29,10 @@ pub struct Common {
     /// the configuration.
     #[arg(long, value_name = "DIR")]
     pub store: Option<PathBuf>,
+    /// The file of its key, if it is encrypted. Default: for the store of the configuration its
+    /// `[images] store-key`.
+    #[arg(long, value_name = "FILE")]
+    pub store_key: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
@@ -101,10 +105,20 @@ pub struct GcArgs {
 /// does a prefix of a bucket. The environment has what the bucket needs: AWS_ACCESS_KEY_ID,
 /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and others that begin with AWS_.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 all is there, 1 it failed, and can be tried again, 2 wrong usage.")]
+#[command(after_help = "Examples:\n  firn store push /mnt/shared/store\n  \
+                  openssl rand -hex 32 >/etc/firn/bucket.key && chmod 600 /etc/firn/bucket.key\n  \
+                  firn store push s3://checkpoints/train --compress --key /etc/firn/bucket.key\n\n\
+                  Exit status: 0 all is there, 1 it failed, and can be tried again, 2 wrong usage.")]
 pub struct PushArgs {
     /// The other store: a directory, file:///DIR, or s3://BUCKET/PREFIX.
     pub url: PathBuf,
+    /// Encrypt with the key in this file, of mode 600: 64 hexadecimal digits. For a new store, and from then
+    /// on always for that one.
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// Compress. For a new store; one that compresses does so from then on.
+    #[arg(long)]
+    pub compress: bool,
     /// A checkpoint, by its id in `firn store ls`. Default: all.
     pub id: Option<String>,
     #[command(flatten)]
@@ -122,6 +136,9 @@ pub struct PullArgs {
     pub url: PathBuf,
     /// The checkpoint, by its id; the first digits are enough.
     pub id: String,
+    /// The file of the other store's key, if that is encrypted.
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
     #[command(flatten)]
     pub common: Common,
 }

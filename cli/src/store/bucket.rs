@@ -11,7 +11,9 @@ use std::path::Path as DirPath;
 use std::time::Duration;
 
 use firn_host::Problem;
-use firn_image::store::{Description, Digest, EXTENT, EXTENTS, IMAGES, Index, IndexError, StoreError};
+use firn_image::store::{
+    Description, Digest, EXTENT, EXTENTS, Form, IMAGES, Index, IndexError, Packing, StoreError,
+};
 use futures_util::TryStreamExt;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::client::ClientConfigKey;
@@ -84,7 +86,10 @@ pub enum BucketError {
     #[error("index {object} cannot be used")]
     #[problem("FIRN-STORE-DAMAGED", REPLACE)]
     Index { object: String, source: IndexError },
-    /// Its description is that of something else.
+    #[error("the memory cannot be compressed or encrypted")]
+    #[problem("FIRN-STORE-IO", "see whether this machine has memory left")]
+    Pack(#[source] std::io::Error),
+    /// Its description is that of something else, or the key is not its own.
     #[error(transparent)]
     Description(#[from] StoreError),
     #[error("the object store does not permit to {action} {object}")]
@@ -129,42 +134,98 @@ impl fmt::Display for Cause {
 
 /// A store at `s3://BUCKET/PREFIX`. Several threads may use it at once.
 pub struct Bucket {
+    /// The random id of the store.
+    id: String,
+    form: Form,
+    objects: Objects,
+}
+
+/// What is below a prefix of a bucket, whatever it is.
+struct Objects {
     /// As its user names it.
     url: String,
     prefix: Path,
-    /// The random id of the store.
-    id: String,
     objects: AmazonS3,
     runtime: Runtime,
 }
 
 impl Bucket {
     /// The store there.
-    pub fn open(url: &str) -> Result<Self, BucketError> {
-        let mut bucket = Self::connect(url)?;
-        let found = bucket.description()?;
+    pub fn open(url: &str, packing: &Packing) -> Result<Self, BucketError> {
+        let objects = Objects::connect(url)?;
+        let found = objects.description()?;
         let description = found.ok_or_else(|| BucketError::Absent {
-            url: bucket.url.clone(),
+            url: objects.url.clone(),
         })?;
-        description.id().clone_into(&mut bucket.id);
-        Ok(bucket)
+        Self::described(objects, &description, packing)
     }
 
     /// The store there, which is made where there is none.
-    pub fn create(url: &str) -> Result<Self, BucketError> {
-        let mut bucket = Self::connect(url)?;
-        let description = match bucket.description()? {
+    pub fn create(url: &str, packing: &Packing) -> Result<Self, BucketError> {
+        let objects = Objects::connect(url)?;
+        let description = match objects.description()? {
             Some(description) => description,
             None => {
-                let new = Description::random()?;
-                bucket.put(Description::NAME, new.to_bytes(DirPath::new(url))?)?;
+                let new = Description::random(packing)?;
+                objects.put(Description::NAME, new.to_bytes(DirPath::new(url))?)?;
                 new
             }
         };
-        description.id().clone_into(&mut bucket.id);
-        Ok(bucket)
+        Self::described(objects, &description, packing)
     }
 
+    fn described(
+        objects: Objects,
+        description: &Description,
+        packing: &Packing,
+    ) -> Result<Self, BucketError> {
+        Ok(Self {
+            id: description.id().to_owned(),
+            form: description.form(packing, DirPath::new(&objects.url))?,
+            objects,
+        })
+    }
+
+    /// Whether there is an extent, of a size that it may have.
+    pub fn has(&self, extent: &Digest, length: u64) -> Result<bool, BucketError> {
+        let size = self.objects.size(&self.form.name(extent).extent_path())?;
+        Ok(size.is_some_and(|size| self.form.may_hold(size, length)))
+    }
+
+    pub fn put_extent(&self, extent: &Digest, bytes: &[u8]) -> Result<(), BucketError> {
+        let name = self.form.name(extent);
+        let packed = self.form.packed_extent(&name, bytes).map_err(BucketError::Pack)?;
+        self.objects.put(&name.extent_path(), packed.into_owned())
+    }
+
+    /// To be called when all extents are there.
+    pub fn put_index(&self, id: &Digest, bytes: &[u8]) -> Result<(), BucketError> {
+        let packed = self.form.packed_index(id, bytes).map_err(BucketError::Pack)?;
+        self.objects.put(&id.image_path(), packed.into_owned())
+    }
+
+    /// The bytes of an extent that has this name there.
+    fn extent(&self, extent: &Digest, name: &Digest) -> Result<Vec<u8>, BucketError> {
+        let path = name.extent_path();
+        let stored = self.objects.get(&path, self.form.most(EXTENT as u64))?;
+        let stored = stored.ok_or_else(|| self.missing("extent", extent))?;
+        let bytes = self.form.extent(name, stored);
+        bytes.ok_or_else(|| BucketError::Extent {
+            object: self.objects.object(&path),
+        })
+    }
+
+    fn missing(&self, kind: &'static str, digest: &Digest) -> BucketError {
+        BucketError::Missing {
+            url: self.objects.url.clone(),
+            id: self.id.clone(),
+            kind,
+            digest: *digest,
+        }
+    }
+}
+
+impl Objects {
     /// Connects with the settings of the environment. Nothing is sent yet.
     fn connect(url: &str) -> Result<Self, BucketError> {
         let name = url.strip_prefix(SCHEME).unwrap_or(url).trim_end_matches('/');
@@ -196,7 +257,6 @@ impl Bucket {
             Ok(objects) => Ok(Self {
                 url,
                 prefix,
-                id: String::new(),
                 objects,
                 runtime: runtime.map_err(BucketError::Threads)?,
             }),
@@ -213,20 +273,10 @@ impl Bucket {
         Ok(bytes.map(read).transpose()?)
     }
 
-    /// Whether there is an extent of this name and size.
-    pub fn has(&self, extent: &Digest, length: u64) -> Result<bool, BucketError> {
-        let path = extent.extent_path();
-        let found = self.call("look for", &path, self.objects.head(&self.location(&path)))?;
-        Ok(found.is_some_and(|found| found.size == length))
-    }
-
-    pub fn put_extent(&self, extent: &Digest, bytes: &[u8]) -> Result<(), BucketError> {
-        self.put(&extent.extent_path(), bytes.to_vec())
-    }
-
-    /// To be called when all extents are there.
-    pub fn put_index(&self, id: &Digest, bytes: Vec<u8>) -> Result<(), BucketError> {
-        self.put(&id.image_path(), bytes)
+    /// Of an object, if it is there.
+    fn size(&self, path: &str) -> Result<Option<u64>, BucketError> {
+        let found = self.call("look for", path, self.objects.head(&self.location(path)))?;
+        Ok(found.map(|found| found.size))
     }
 
     fn put(&self, path: &str, bytes: Vec<u8>) -> Result<(), BucketError> {
@@ -301,24 +351,19 @@ impl Bucket {
     fn object(&self, path: &str) -> String {
         format!("{}/{path}", self.url)
     }
-
-    fn missing(&self, kind: &'static str, digest: &Digest) -> BucketError {
-        BucketError::Missing {
-            url: self.url.clone(),
-            id: self.id.clone(),
-            kind,
-            digest: *digest,
-        }
-    }
 }
 
 impl Origin for Bucket {
     fn place(&self) -> String {
-        self.url.clone()
+        self.objects.url.clone()
     }
 
     fn id(&self) -> &str {
         &self.id
+    }
+
+    fn form(&self) -> &Form {
+        &self.form
     }
 
     fn threads(&self) -> usize {
@@ -326,11 +371,11 @@ impl Origin for Bucket {
     }
 
     fn images(&self) -> Result<BTreeSet<Digest>, Fault> {
-        Ok(self.list(IMAGES)?.into_keys().collect())
+        Ok(self.objects.list(IMAGES)?.into_keys().collect())
     }
 
     fn extents(&self) -> Result<BTreeMap<Digest, u64>, Fault> {
-        Ok(self.list(EXTENTS)?)
+        Ok(self.objects.list(EXTENTS)?)
     }
 
     /// firn removes nothing there, so nothing is pinned.
@@ -340,27 +385,28 @@ impl Origin for Bucket {
 
     fn index(&self, id: &Digest) -> Result<(Index, Vec<u8>), Fault> {
         let path = id.image_path();
-        let bytes = self.get(&path, Index::MAX_BYTES)?;
-        let bytes = bytes.ok_or_else(|| self.missing("index", id))?;
-        match Index::from_bytes(&bytes, id) {
-            Ok(index) => Ok((index, bytes)),
-            Err(source) => Err(BucketError::Index {
-                object: self.object(&path),
-                source,
-            }
-            .into()),
-        }
+        let stored = self.objects.get(&path, self.form.most(Index::MAX_BYTES))?;
+        let stored = stored.ok_or_else(|| self.missing("index", id))?;
+        let bytes = self.form.index(id, stored).ok_or(IndexError::Content);
+        let index = bytes.and_then(|bytes| Ok((Index::from_bytes(&bytes, id)?, bytes)));
+        index.map_err(|source| {
+            let object = self.objects.object(&path);
+            BucketError::Index { object, source }.into()
+        })
     }
 
     fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), Fault> {
-        let path = extent.extent_path();
-        let bytes = self.get(&path, EXTENT as u64)?;
-        let bytes = bytes.ok_or_else(|| self.missing("extent", extent))?;
-        if bytes.len() != buffer.len() || Digest::of(&bytes) != *extent {
-            let object = self.object(&path);
+        let name = self.form.name(extent);
+        let bytes = self.extent(extent, &name)?;
+        if bytes.len() != buffer.len() {
+            let object = self.objects.object(&name.extent_path());
             return Err(BucketError::Extent { object }.into());
         }
         buffer.copy_from_slice(&bytes);
         Ok(())
+    }
+
+    fn compare(&self, name: &Digest, _: u64, _: &mut [u8]) -> Result<(), Fault> {
+        Ok(self.extent(name, name).map(drop)?)
     }
 }

@@ -6,15 +6,15 @@ use serde_json::json;
 
 use super::args::{ExportArgs, ImportArgs};
 use super::progress::Progress;
-use super::{cap, made, place, short, shown};
+use super::{cap, made, named, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
 /// True: it is written.
 pub fn run(args: &ExportArgs) -> Result<bool> {
-    let store = place(&args.common)?.directory()?;
-    let begin = counted("exported");
-    let memory = shown(memory::export(&args.dir, Some(store), &args.out, begin))?;
+    let store = named(&args.common)?;
+    let from = (Some(store.place.directory()?), store.key);
+    let memory = shown(memory::export(&args.dir, from, &args.out, counted("exported")))?;
     match args.common.json {
         true => output::json(&json!({"dir": args.out, "memory": memory}))?,
         false => line!("{} has the memory, {}", args.out.display(), text::bytes(memory)),
@@ -24,9 +24,10 @@ pub fn run(args: &ExportArgs) -> Result<bool> {
 
 /// True: it is written.
 pub fn import(args: &ImportArgs) -> Result<bool> {
-    let path = place(&args.common)?.directory()?;
+    let store = named(&args.common)?;
+    let (packing, path) = (store.packing()?, store.place.directory()?);
     // Not before it is known that something goes there.
-    let to = (|| made(&path), cap(&args.common)?);
+    let to = (|| made(&path, &packing), cap(&args.common)?);
     let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
     match args.common.json {
         true => output::json(&json!({"dir": args.out, "memory": memory}))?,

@@ -4,13 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use firn_config::Config;
 use firn_host::ProblemReport;
-use firn_image::store::{Digest, Index, Store};
+use firn_image::store::{Digest, Index, Store, StoreError};
 use serde_json::json;
 
 use super::args::GcArgs;
-use super::usage::distinct;
+use super::usage::kept;
 use super::{keep, open, short, shown};
+use crate::doctor::leftover_images;
 use crate::output::{self, line};
 use crate::text;
 
@@ -28,19 +30,24 @@ struct Facts {
     now: Duration,
     host: String,
     containerd: BTreeMap<Digest, String>,
+    leftovers: BTreeMap<Digest, String>,
 }
+
+/// Why an index that was there at the beginning stays, if it does.
+type Reasons = BTreeMap<Digest, Option<String>>;
 
 /// True: done.
 pub fn run(args: &GcArgs) -> Result<bool> {
     let store = open(&args.common)?;
     // Order matters: what appears while containerd is asked is not among these, and stays.
     let known = shown(store.images())?;
-    let facts = Facts::find(args)?;
+    // Without the lock: image directories may be on file systems that hang.
+    let reasons = Facts::find(args)?.reasons(&store, known, args)?;
     let plan = match args.dry_run {
-        true => Plan::make(&store, &known, &facts, args)?,
+        true => Plan::make(&store, &reasons)?,
         false => {
             let removal = shown(store.removal())?;
-            let plan = Plan::make(&store, &known, &facts, args)?;
+            let plan = Plan::make(&store, &reasons)?;
             // Order matters: no index is left without its extents.
             plan.removed
                 .keys()
@@ -78,7 +85,20 @@ impl Facts {
             now: SystemTime::now().duration_since(UNIX_EPOCH)?,
             host: host.trim_end().to_owned(),
             containerd,
+            leftovers: keep::of_leftovers(leftover_images(&Config::load().map_err(ProblemReport::from)?)),
         })
+    }
+
+    fn reasons(&self, store: &Store, known: BTreeSet<Digest>, args: &GcArgs) -> Result<Reasons> {
+        let mut reasons = Reasons::new();
+        for id in known {
+            match store.index(&id) {
+                // Another gc has removed it.
+                Err(StoreError::Missing { .. }) => {}
+                index => drop(reasons.insert(id, self.reason(&id, &shown(index)?, args))),
+            }
+        }
+        Ok(reasons)
     }
 
     /// Why an index stays.
@@ -87,18 +107,21 @@ impl Facts {
         if let Some(image) = self.containerd.get(id) {
             return Some(format!("containerd has image {image}"));
         }
+        if let Some(reason) = self.leftovers.get(id) {
+            return Some(reason.clone());
+        }
         if age < args.grace {
             return Some(format!("it is {} s old", age.as_secs()));
         }
         if index.host != self.host && !args.other_hosts {
             return Some(format!("it is of host {}", index.host));
         }
-        keep::by_directory(&index.image, id)
+        keep::by_directory(index, id)
     }
 }
 
 impl Plan {
-    fn make(store: &Store, known: &BTreeSet<Digest>, facts: &Facts, args: &GcArgs) -> Result<Self> {
+    fn make(store: &Store, reasons: &Reasons) -> Result<Self> {
         let pinned = shown(store.pinned())?;
         let mut plan = Self {
             kept: BTreeMap::new(),
@@ -109,15 +132,15 @@ impl Plan {
         for id in shown(store.images())? {
             // One that cannot be read may need any extent: then nothing is removed.
             let index = shown(store.index(&id))?;
-            let reason = match (pinned.contains(&id), known.contains(&id)) {
+            let reason = match (pinned.contains(&id), reasons.get(&id)) {
                 (true, _) => Some("it is pinned".to_owned()),
-                (false, false) => Some("it is new".to_owned()),
-                (false, true) => facts.reason(&id, &index, args),
+                (false, None) => Some("it is new".to_owned()),
+                (false, Some(reason)) => reason.clone(),
             };
             match reason {
                 None => drop(plan.removed.insert(id, index)),
                 Some(reason) => {
-                    let used = distinct(&index);
+                    let used = kept(&index, store.form());
                     plan.extents.retain(|extent, _| !used.contains_key(extent));
                     plan.kept.insert(id, reason);
                 }

@@ -4,13 +4,14 @@
 use std::collections::BTreeMap;
 use std::fs::DirEntry;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::bounded::read_at_most;
+use firn_host::mountinfo::{MountEntry, mounted};
 use firn_host::{Absent, Problem};
 use firn_image::manifest::{MAX_BYTES, UntrustedDir, is_of_image};
-use firn_image::store::Digest;
+use firn_image::store::{Digest, Index};
 use serde::Deserialize;
 
 use super::archive;
@@ -59,7 +60,28 @@ fn named_by(manifest: &[u8]) -> Result<Option<Digest>, serde_json::Error> {
 
 /// Why an image directory needs the index: it names it, or may, if it cannot be read or understood, or if its
 /// checkpoint is not complete.
-pub fn by_directory(dir: &Path, index: &Digest) -> Option<String> {
+pub fn by_directory(index: &Index, id: &Digest) -> Option<String> {
+    let is_mounted =
+        |mounts: Vec<MountEntry>, mount: &PathBuf| mounts.iter().any(|found| found.mount_point == *mount);
+    if let Some(mount) = &index.mount
+        && !mounted().is_ok_and(|mounts| is_mounted(mounts, mount))
+    {
+        return Some(format!("{} is not mounted, where its image is", mount.display()));
+    }
+    needs(&index.image, id)
+}
+
+/// The indexes that images name which containerd has left or firn has rescued, each with such an image.
+pub fn of_leftovers(directories: Vec<PathBuf>) -> BTreeMap<Digest, String> {
+    let named = |dir: PathBuf| {
+        let file = UntrustedDir::open(&dir).and_then(|dir| dir.file(names::MANIFEST));
+        let bytes = read_at_most(file.ok()?, MAX_BYTES).ok()??;
+        Some((named_by(&bytes).ok()??, format!("{} is there", dir.display())))
+    };
+    directories.into_iter().filter_map(named).collect()
+}
+
+fn needs(dir: &Path, index: &Digest) -> Option<String> {
     let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
     let is_named = match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
         Err(error) if error.is_absent() => {
@@ -181,7 +203,7 @@ mod tests {
     #[test]
     fn a_directory_keeps_an_index_that_it_names_or_may_name() {
         let dir = tempfile::tempdir().unwrap();
-        let may_name = |dir: &Path, index| by_directory(dir, index).is_some();
+        let may_name = |dir: &Path, index| needs(dir, index).is_some();
         let (index, other) = (Digest::of(b"index"), Digest::of(b"other"));
         let path = dir.path().join(names::MANIFEST);
         assert!(!may_name(&dir.path().join("none"), &index));
@@ -212,9 +234,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let index = Digest::of(b"index");
         fs::write(dir.path().join("criu.log"), "").unwrap();
-        assert_eq!(by_directory(dir.path(), &index), None);
+        assert_eq!(needs(dir.path(), &index), None);
         std::os::unix::fs::symlink("/dev/null", dir.path().join("pages-1.img")).unwrap();
-        let reason = by_directory(dir.path(), &index).unwrap();
+        let reason = needs(dir.path(), &index).unwrap();
         assert!(reason.ends_with("has no firn.json yet"), "{reason}");
     }
 }

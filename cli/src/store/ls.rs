@@ -14,7 +14,7 @@ use crate::text;
 
 /// True: all checkpoints are complete.
 pub fn run(args: &LsArgs) -> Result<bool> {
-    let store = super::place(&args.common)?.open()?;
+    let store = super::named(&args.common)?.open()?;
     let contents = Contents::read(&*store)?;
     match args.common.json {
         true => {

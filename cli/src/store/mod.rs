@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, names};
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Store, StoreError};
+use firn_image::store::{Digest, Packing, Store, StoreError};
 use serde_json::json;
 
 use crate::output::{self, line};
@@ -105,14 +105,6 @@ impl Place {
         }
     }
 
-    /// Opens it to be read.
-    fn open(&self) -> Result<Box<dyn Origin>> {
-        Ok(match self {
-            Self::Dir(path) => Box::new(shown(Store::open(path))?),
-            Self::Bucket(url) => Box::new(shown(Bucket::open(url))?),
-        })
-    }
-
     /// The directory; a bucket is refused.
     fn directory(self) -> Result<PathBuf> {
         match self {
@@ -122,23 +114,61 @@ impl Place {
     }
 }
 
-/// The store that the command or the configuration names.
+/// A store, and the file of its key.
+struct Named {
+    place: Place,
+    key: Option<PathBuf>,
+}
+
+impl Named {
+    /// One that the command line names beside the node's own.
+    fn other(url: &Path, key: Option<&PathBuf>) -> Result<Self> {
+        Ok(Self {
+            place: Place::of(url)?,
+            key: key.cloned(),
+        })
+    }
+
+    fn packing(&self) -> Result<Packing> {
+        shown(Packing::with_key(self.key.as_deref()))
+    }
+
+    /// Opens it to be read.
+    fn open(&self) -> Result<Box<dyn Origin>> {
+        let packing = self.packing()?;
+        Ok(match &self.place {
+            Place::Dir(path) => Box::new(shown(Store::open(path, &packing))?),
+            Place::Bucket(url) => Box::new(shown(Bucket::open(url, &packing))?),
+        })
+    }
+
+    /// Opens the directory; a bucket is refused.
+    fn open_directory(self) -> Result<Store> {
+        let packing = self.packing()?;
+        shown(Store::open(&self.place.directory()?, &packing))
+    }
+}
+
+/// The store that the command or the configuration names, in a directory.
 fn open(common: &Common) -> Result<Store> {
-    shown(Store::open(&place(common)?.directory()?))
+    named(common)?.open_directory()
 }
 
 /// The store in this directory, which is made if it is not there, unless its file system is not mounted.
-fn made(path: &Path) -> Result<Store, StoreError> {
-    Store::create_again(path, Path::new(names::STORES))
+fn made(path: &Path, packing: &Packing) -> Result<Store, StoreError> {
+    Store::create_again(path, Path::new(names::STORES), packing)
 }
 
-fn place(common: &Common) -> Result<Place> {
+fn named(common: &Common) -> Result<Named> {
     if let Some(store) = &common.store {
-        return Place::of(store);
+        return Named::other(store, common.store_key.as_ref());
     }
-    let config = Config::load().map_err(ProblemReport::from)?;
-    let store = config.images.store.ok_or_else(|| NameError::NoStore.report())?;
-    Ok(Place::Dir(store))
+    let images = Config::load().map_err(ProblemReport::from)?.images;
+    let store = images.store.ok_or_else(|| NameError::NoStore.report())?;
+    Ok(Named {
+        place: Place::Dir(store),
+        key: common.store_key.clone().or(images.store_key),
+    })
 }
 
 /// The most bytes that the configuration lets its store have. Another store has no such limit.

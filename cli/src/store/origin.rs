@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use firn_host::Problem;
-use firn_image::store::{Digest, EXTENT, Index, Store, StoreError};
+use firn_image::store::{Digest, EXTENT, Form, Index, Store, StoreError};
 use firn_image::threads;
 
 use super::bucket::BucketError;
@@ -14,11 +14,13 @@ pub trait Origin: Sync {
     fn place(&self) -> String;
     /// The random id of the store.
     fn id(&self) -> &str;
+    /// How it writes what it holds.
+    fn form(&self) -> &Form;
     /// How many threads shall work with it.
     fn threads(&self) -> usize;
     /// Names of all indexes.
     fn images(&self) -> Result<BTreeSet<Digest>, Fault>;
-    /// Names of all extents with their sizes.
+    /// The names that all extents have there, with the sizes of their files.
     fn extents(&self) -> Result<BTreeMap<Digest, u64>, Fault>;
     /// Indexes that gc keeps in any case.
     fn pinned(&self) -> Result<BTreeSet<Digest>, Fault>;
@@ -26,6 +28,8 @@ pub trait Origin: Sync {
     fn index(&self, id: &Digest) -> Result<(Index, Vec<u8>), Fault>;
     /// Reads an extent into a buffer of its length, and compares its content with its name.
     fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), Fault>;
+    /// Compares an extent of this name and size there with its name. The buffer has [`EXTENT`] bytes.
+    fn compare(&self, name: &Digest, size: u64, buffer: &mut [u8]) -> Result<(), Fault>;
 }
 
 /// A store that cannot be used, or lacks what is looked for.
@@ -64,6 +68,10 @@ impl Origin for Store {
         Self::id(self)
     }
 
+    fn form(&self) -> &Form {
+        Self::form(self)
+    }
+
     fn threads(&self) -> usize {
         threads::copying()
     }
@@ -86,6 +94,10 @@ impl Origin for Store {
 
     fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), Fault> {
         Ok(Self::read(self, extent, buffer)?)
+    }
+
+    fn compare(&self, name: &Digest, size: u64, buffer: &mut [u8]) -> Result<(), Fault> {
+        Ok(Self::compare(self, name, size, buffer)?)
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_image::store::{Digest, Store, Writer};
+use firn_image::store::{Digest, Packing, Store, Writer};
 use serde::Serialize;
 use serde_json::json;
 
@@ -16,7 +16,7 @@ use super::bucket::Bucket;
 use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{Place, cap, find, made, open, place, short, shown};
+use super::{Named, Place, cap, find, made, named, open, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -42,13 +42,18 @@ pub fn push(args: &PushArgs) -> Result<bool> {
         None => shown(from.images())?.into_iter().collect(),
     };
     let images = images.into_iter();
-    let copied: Result<Vec<Copied>> = match Place::of(&args.url)? {
+    let other = Named::other(&args.url, args.key.as_ref())?;
+    let packing = Packing {
+        compressed: args.compress,
+        ..other.packing()?
+    };
+    let copied: Result<Vec<Copied>> = match other.place {
         Place::Dir(path) => {
-            let to = shown(made(&path))?;
+            let to = shown(made(&path, &packing))?;
             images.map(|id| copy(&from, &to, None, id)).collect()
         }
         Place::Bucket(url) => {
-            let to = shown(Bucket::create(&url))?;
+            let to = shown(Bucket::create(&url, &packing))?;
             images.map(|id| shown(send(&from, &to, id))).collect()
         }
     };
@@ -57,9 +62,11 @@ pub fn push(args: &PushArgs) -> Result<bool> {
 
 /// True: it is there now.
 pub fn pull(args: &PullArgs) -> Result<bool> {
-    let from = Place::of(&args.url)?.open()?;
+    let from = Named::other(&args.url, args.key.as_ref())?.open()?;
     let image = find(&*from, &args.id)?;
-    let to = shown(made(&place(&args.common)?.directory()?))?;
+    let own = named(&args.common)?;
+    let packing = own.packing()?;
+    let to = shown(made(&own.place.directory()?, &packing))?;
     let cap = cap(&args.common)?;
     print(&args.common, &[copy(&*from, &to, cap, image)?])
 }
@@ -82,7 +89,7 @@ fn send(from: &Store, to: &Bucket, id: Digest) -> Result<Copied, Fault> {
         Ok::<(), Fault>(())
     };
     each(to.threads(), &extents, send)?;
-    to.put_index(&id, bytes)?;
+    to.put_index(&id, &bytes)?;
     Ok(Copied::new(id, written.into_inner(), total, begun))
 }
 

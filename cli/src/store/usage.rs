@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use anyhow::Result;
 use firn_config::Config;
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Index};
+use firn_image::store::{Digest, Form, Index};
 use serde::Serialize;
 
 use super::args::DuArgs;
@@ -43,6 +43,7 @@ impl Image {
 /// What a store holds.
 pub struct Contents {
     pub images: Vec<Image>,
+    /// By their names in the store, with the sizes of their files.
     pub extents: BTreeMap<Digest, u64>,
     /// How many checkpoints use an extent.
     pub users: HashMap<Digest, u32>,
@@ -57,14 +58,18 @@ impl Contents {
         for id in shown(store.images())? {
             let index = store.index(&id);
             let index = index.map(|(index, _)| index).map_err(|error| error.report());
-            let used = index.as_ref().map(distinct).unwrap_or_default();
+            let used = index.as_ref().map(|index| kept(index, store.form()));
+            let used = used.unwrap_or_default();
             for extent in used.keys() {
                 *users.entry(*extent).or_default() += 1;
             }
             read.push((id, index, used));
         }
         let images = read.into_iter().map(|(id, index, used)| {
-            let there = |extent: &Digest, length: &u64| extents.get(extent) == Some(length);
+            let there = |extent: &Digest, length: &u64| {
+                let size = extents.get(extent);
+                size.is_some_and(|size| store.form().may_hold(*size, *length))
+            };
             let own = used.iter().filter(|(extent, _)| users[*extent] == 1);
             let (index, failure) = match index {
                 Ok(index) => (Some(index), None),
@@ -99,6 +104,14 @@ pub fn distinct(index: &Index) -> HashMap<Digest, u64> {
     let extents = index.extents();
     extents
         .filter_map(|(extent, length)| Some((extent?, length as u64)))
+        .collect()
+}
+
+/// The same by the names that they have in a store of this form.
+pub fn kept(index: &Index, form: &Form) -> HashMap<Digest, u64> {
+    let extents = distinct(index).into_iter();
+    extents
+        .map(|(extent, length)| (form.name(&extent), length))
         .collect()
 }
 

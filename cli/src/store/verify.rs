@@ -12,8 +12,8 @@ use serde_json::json;
 use super::args::VerifyArgs;
 use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
-use super::usage::distinct;
-use super::{find, place, short, shown};
+use super::usage::kept;
+use super::{find, named, short, shown};
 use crate::output::{self, line};
 use crate::text;
 
@@ -39,10 +39,10 @@ impl Found {
 
 /// True: all is there and whole.
 pub fn run(args: &VerifyArgs) -> Result<bool> {
-    let place = place(&args.common)?;
+    let named = named(&args.common)?;
     let found = match args.repair {
         true => {
-            let store = shown(Store::open(&place.directory()?))?;
+            let store = named.open_directory()?;
             let found = look(&store, args)?;
             repair(&store, &found)?;
             Found {
@@ -50,7 +50,7 @@ pub fn run(args: &VerifyArgs) -> Result<bool> {
                 ..found
             }
         }
-        false => look(&*place.open()?, args)?,
+        false => look(&*named.open()?, args)?,
     };
     match args.common.json {
         true => output::json(&json!(found))?,
@@ -67,7 +67,8 @@ fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Found> {
     compare(store, images, args.id.is_none())
 }
 
-/// Reads these images, and with `all` also the extents that none of them has.
+/// Reads these images, and with `all` also the extents that none of them has. Extents go by their names in the
+/// store.
 fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> {
     let there = shown(store.extents())?;
     let mut found = Found {
@@ -77,7 +78,7 @@ fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> 
     let mut indexes = Vec::new();
     for id in images {
         match store.index(&id) {
-            Ok((index, _)) => indexes.push((id, distinct(&index))),
+            Ok((index, _)) => indexes.push((id, kept(&index, store.form()))),
             Err(error) => drop(found.damaged_images.insert(id, error.report())),
         }
     }
@@ -95,7 +96,9 @@ fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> 
     found.damaged = read(store, &to_read)?;
     for (id, extents) in indexes {
         let lacks = |(extent, length): &(&Digest, &u64)| {
-            there.get(extent) != Some(length) || found.damaged.binary_search(extent).is_ok()
+            let size = there.get(extent);
+            !size.is_some_and(|size| store.form().may_hold(*size, **length))
+                || found.damaged.binary_search(extent).is_ok()
         };
         match extents.iter().filter(lacks).count() {
             0 => {}
@@ -126,14 +129,8 @@ fn read(store: &dyn Origin, extents: &[(Digest, u64)]) -> Result<Vec<Digest>> {
 }
 
 /// Whether an extent has the content of its name. One that is gone is whole: gc removes what is not needed.
-fn is_whole(store: &dyn Origin, extent: &Digest, length: u64, buffer: &mut [u8]) -> Result<bool, Fault> {
-    let Some(buffer) = usize::try_from(length)
-        .ok()
-        .and_then(|length| buffer.get_mut(..length))
-    else {
-        return Ok(false);
-    };
-    match store.read(extent, buffer) {
+fn is_whole(store: &dyn Origin, name: &Digest, size: u64, buffer: &mut [u8]) -> Result<bool, Fault> {
+    match store.compare(name, size, buffer) {
         Ok(()) => Ok(true),
         Err(error) if error.is_missing() => Ok(true),
         Err(error) if error.is_damage() => Ok(false),

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use firn_image::store::{Digest, Index, Piece, Store};
+use firn_image::store::{Digest, Index, Packing, Piece, Store};
 use serde_json::{Value, json};
 
 use crate::node::{Node, all_output, text, value};
@@ -18,7 +18,7 @@ struct Stored {
 impl Stored {
     fn new() -> Self {
         let node = Node::empty();
-        let store = Store::create(&node.path("store")).expect("a store");
+        let store = Store::create(&node.path("store"), &Packing::default()).expect("a store");
         node.configure(&format!("[images]\nstore = {:?}", node.path("store")));
         Self { node, store }
     }
@@ -43,6 +43,7 @@ impl Stored {
             container: container.to_owned(),
             host: host.trim().to_owned(),
             image: self.image(container),
+            mount: None,
             parent: None,
             pieces: contents.iter().map(piece).collect(),
         };
@@ -331,6 +332,7 @@ fn gc_waits_for_writers() {
         container: "c".to_owned(),
         host: "h".to_owned(),
         image: "/none".into(),
+        mount: None,
         parent: None,
         pieces,
     };
@@ -361,7 +363,7 @@ fn memory_goes_to_another_store_and_comes_back() {
     is_copied(&stored.json(&format!("push {there} {train}")), 5006, 0);
     let output = stored.firn(&format!("push {there}"));
     assert_eq!(output.status.code(), Some(0), "{}", all_output(&output));
-    let other = Store::open(&stored.node.path("there")).expect("a store");
+    let other = Store::open(&stored.node.path("there"), &Packing::default()).expect("a store");
     assert_eq!(
         (
             other.images().expect("images").len(),
@@ -404,7 +406,7 @@ fn what_is_damaged_or_too_large_is_not_pulled() {
     assert_eq!(stored.firn(&format!("pull there {train}")).status.code(), Some(0));
     assert_eq!(stored.containers(), ["train"]);
 
-    let there = Store::open(&stored.node.path("there")).expect("a store");
+    let there = Store::open(&stored.node.path("there"), &Packing::default()).expect("a store");
     let writer = there.writer(None).expect("a writer");
     let extent = writer.put(&vec![7; 2 << 20]).expect("stored");
     let index = there.index(&train).expect("an index");

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
-use crate::store::{Index, Store};
+use crate::store::{Index, Packing, Store, mount_of};
 
 /// What is to be done, and where it is shown how far that is.
 #[derive(Debug, Serialize, Deserialize)]
@@ -38,6 +38,8 @@ pub enum Request {
 pub struct Save {
     /// Path of the store.
     pub store: PathBuf,
+    /// The file of its key, if it is encrypted.
+    pub key: Option<PathBuf>,
     /// Bytes that the store may hold at most.
     pub cap: Option<u64>,
     pub processes: Vec<Process>,
@@ -61,6 +63,9 @@ pub struct Rest {
 pub struct Stored {
     /// Path of this node's store; none where the node has none.
     pub store: Option<PathBuf>,
+    /// The file of its key, if it is encrypted.
+    #[serde(default)]
+    pub key: Option<PathBuf>,
     pub memory: StoredMemory,
 }
 
@@ -88,7 +93,8 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
     counter.expect(bytes);
     let records = Path::new(names::STORES);
-    let (store, host) = (Store::create_again(&request.store, records)?, host());
+    let packing = Packing::with_key(request.key.as_deref())?;
+    let (store, host) = (Store::create_again(&request.store, records, &packing)?, host());
     let parent = store.last_of(&request.container, &host);
     let writer = store.writer(request.cap)?;
     let pieces = match save(&bulk, &writer, counter) {
@@ -104,6 +110,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         made: made.as_secs(),
         container: request.container,
         host,
+        mount: mount_of(&request.image),
         image: request.image,
         parent,
         pieces,
@@ -132,10 +139,11 @@ pub fn kept(request: &Rest, counter: &Counter) -> Result<Kept, MemoryError> {
 pub fn complete(stored: &Stored) -> Result<(Store, Index), MemoryError> {
     let StoredMemory { store: id, index, .. } = &stored.memory;
     let path = stored.store.as_deref();
-    let store = Store::open(path.ok_or_else(|| MemoryError::NoStore {
+    let path = path.ok_or_else(|| MemoryError::NoStore {
         id: id.clone(),
         index: *index,
-    })?)?;
+    })?;
+    let store = Store::open(path, &Packing::with_key(stored.key.as_deref())?)?;
     let index = store.index(index)?;
     store.expect(&index)?;
     Ok((store, index))

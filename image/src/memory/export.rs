@@ -11,12 +11,12 @@ use crate::criu::memory::{PAGE, Pagemap, Run, Vma, vmas};
 use crate::manifest::Manifest;
 use crate::store::{Digest, EXTENT, Index, Piece, Store};
 
-/// Writes the image `from` into the directory `to`, with the memory that the store at `store` has. `to` is
-/// empty, or made. `begin` gets the bytes that the store has and returns what counts those that are copied.
+/// Writes the image `from` into the directory `to`, with the memory that the store at `store` has, of which
+/// `key` is the file of the key. `to` is empty, or made. `begin` gets the bytes that the store has and returns what counts those that are copied.
 /// Returns the bytes of memory, with zeros.
 pub fn export<P: Fn(u64) + Sync>(
     from: &Path,
-    store: Option<PathBuf>,
+    (store, key): (Option<PathBuf>, Option<PathBuf>),
     to: &Path,
     begin: impl FnOnce(u64) -> P,
 ) -> Result<u64, ImageCopyError> {
@@ -24,7 +24,7 @@ pub fn export<P: Fn(u64) + Sync>(
     let memory = manifest.bulk.clone();
     let memory = memory.ok_or_else(|| ImageCopyError::Inline { dir: from.to_owned() })?;
     let verified = manifest.verify_images(from)?;
-    let (store, index) = complete(&Stored { store, memory })?;
+    let (store, index) = complete(&Stored { store, key, memory })?;
     let copy = ImageCopy::begin(from, to)?;
     let export = Export {
         copy: &copy,

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 
 use firn_host::Problem;
 use nix::unistd::syncfs;
@@ -85,6 +86,8 @@ pub(super) struct ImageCopy<'a> {
     pub from: &'a Path,
     pub to: &'a Path,
     out: UntrustedDir,
+    /// Names of the files that it has made: another copy may write there.
+    made: Mutex<Vec<String>>,
 }
 
 impl<'a> ImageCopy<'a> {
@@ -96,7 +99,12 @@ impl<'a> ImageCopy<'a> {
             .and_then(|()| UntrustedDir::open(to))
             .map_err(unwritten(to))?;
         match out.names().map_err(unwritten(to))?.pop() {
-            None => Ok(Self { from, to, out }),
+            None => Ok(Self {
+                from,
+                to,
+                out,
+                made: Mutex::default(),
+            }),
             Some(found) => Err(ImageCopyError::Occupied {
                 dir: to.to_owned(),
                 found,
@@ -104,11 +112,12 @@ impl<'a> ImageCopy<'a> {
         }
     }
 
-    /// Removes what was written if that has failed.
+    /// Removes what was written if that has failed. firn.json is the last, so it is not among it.
     pub fn end<T>(self, written: Result<T, ImageCopyError>) -> Result<T, ImageCopyError> {
         if written.is_err() {
+            let made = self.made.into_inner().unwrap_or_else(PoisonError::into_inner);
             // The first failure is the one to report.
-            for name in self.out.names().unwrap_or_default() {
+            for name in made {
                 let _ = std::fs::remove_file(self.out.path().join(name));
             }
         }
@@ -181,7 +190,10 @@ impl<'a> ImageCopy<'a> {
         let path = self.to.join(name);
         let mut options = OpenOptions::new();
         let created = options.write(true).create_new(true).mode(0o600).open(&path);
-        created.map_err(unwritten(&path))
+        let created = created.map_err(unwritten(&path))?;
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        made.push(name.to_owned());
+        Ok(created)
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::form::{Form, Packing};
 use super::{StoreError, error::io, layout};
 
 const FORMAT: &str = "firn-store";
@@ -16,6 +17,12 @@ pub struct Description {
     format: String,
     version: u64,
     id: String,
+    /// Extents and indexes are compressed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    compressed: bool,
+    /// They are encrypted: which key it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    key: Option<String>,
 }
 
 impl Description {
@@ -25,11 +32,18 @@ impl Description {
     pub const MAX_BYTES: u64 = 64 << 10;
 
     /// That of a new store.
-    pub fn random() -> Result<Self, StoreError> {
+    pub fn random(packing: &Packing) -> Result<Self, StoreError> {
+        let id = layout::random_id()?;
+        let key = packing.key.as_ref().map(|key| key.check(&id));
         Ok(Self {
             format: FORMAT.to_owned(),
-            version: layout::VERSION,
-            id: layout::random_id()?,
+            version: match key.is_some() || packing.compressed {
+                true => layout::PACKED_VERSION,
+                false => layout::VERSION,
+            },
+            id,
+            compressed: packing.compressed,
+            key,
         })
     }
 
@@ -49,16 +63,38 @@ impl Description {
         if description.format != FORMAT {
             return Err(wrong(None));
         }
-        if description.version != layout::VERSION {
+        if ![layout::VERSION, layout::PACKED_VERSION].contains(&description.version) {
             return Err(StoreError::Version {
                 path: root.to_owned(),
                 found: description.version,
             });
         }
-        match (1..=MAX_ID).contains(&description.id.len()) && description.id.bytes().all(is_id) {
+        let is_packed = description.compressed || description.key.is_some();
+        let fits = is_packed == (description.version == layout::PACKED_VERSION);
+        let has_id = (1..=MAX_ID).contains(&description.id.len()) && description.id.bytes().all(is_id);
+        match fits && has_id {
             true => Ok(description),
             false => Err(wrong(None)),
         }
+    }
+
+    /// How the store at `root` writes what it holds.
+    ///
+    /// # Errors
+    /// The key is not that of the store, or only one of the two has one; or the store is to compress and does
+    /// not.
+    pub fn form(&self, packing: &Packing, root: &Path) -> Result<Form, StoreError> {
+        let path = root.to_owned();
+        match (&self.key, &packing.key) {
+            (Some(_), None) => return Err(StoreError::Encrypted { path }),
+            (None, Some(_)) => return Err(StoreError::NotEncrypted { path }),
+            (Some(own), Some(key)) if key.check(&self.id) != *own => {
+                return Err(StoreError::WrongKey { path });
+            }
+            _ if packing.compressed && !self.compressed => return Err(StoreError::NotCompressed { path }),
+            _ => {}
+        }
+        Ok(Form::new(self.compressed, packing.key.as_ref(), &self.id))
     }
 
     /// The random id of the store.

@@ -17,6 +17,14 @@ impl Digest {
         Self(blake3::hash(bytes).into())
     }
 
+    pub(super) fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    pub(super) fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
     /// Where the extent of this name is, below a store's root.
     pub fn extent_path(&self) -> String {
         let name = self.to_string();

@@ -8,6 +8,7 @@ use super::index::IndexError;
 use super::{Digest, layout};
 
 const EMPTY: &str = "name an empty directory, or the store's own directory, in `[images] store`";
+const NEW_KEY: &str = "`openssl rand -hex 32` makes a key; write it into a file of mode 600 that is root's";
 const PRIVATE: &str = "a store holds the memory of containers: let root own it, and nobody else enter it";
 
 /// A store that cannot be used, or lacks what is looked for.
@@ -66,6 +67,38 @@ pub enum StoreError {
     )]
     #[problem("FIRN-STORE-UNUSABLE", "upgrade firn on this node")]
     Version { path: PathBuf, found: u64 },
+    /// The file of a key cannot be read.
+    #[error("cannot read the key {}", path.display())]
+    #[problem("FIRN-STORE-KEY", NEW_KEY)]
+    KeyFile { path: PathBuf, source: io::Error },
+    /// It has no key, or others can read it.
+    #[error("the key {} {why}", path.display())]
+    #[problem("FIRN-STORE-KEY", NEW_KEY)]
+    Key { path: PathBuf, why: &'static str },
+    /// A store is encrypted, and no key was named.
+    #[error("the store at {} is encrypted", path.display())]
+    #[problem(
+        "FIRN-STORE-KEY",
+        "name the file of its key: `[images] store-key` for the node's store, --store-key for that of --store, \
+         --key for that of a push or pull"
+    )]
+    Encrypted { path: PathBuf },
+    /// A key was named for a store that is not encrypted.
+    #[error("the store at {} is not encrypted, and a key was named for it", path.display())]
+    #[problem(
+        "FIRN-STORE-KEY",
+        "leave the key out, or push into a new store: a store is encrypted from its beginning or never"
+    )]
+    NotEncrypted { path: PathBuf },
+    #[error("the store at {} is encrypted with another key", path.display())]
+    #[problem("FIRN-STORE-KEY", "name the file of the key with which the store was made")]
+    WrongKey { path: PathBuf },
+    #[error("the store at {} does not compress, and is to", path.display())]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "leave --compress out, or push into a new store: a store compresses from its beginning or never"
+    )]
+    NotCompressed { path: PathBuf },
     /// Another process has locked it for longer than anybody waits.
     #[error("store {} is in use", path.display())]
     #[problem(

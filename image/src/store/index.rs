@@ -1,6 +1,6 @@
 //! The index of a checkpoint's memory: which extents make up which addresses of which process.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -28,6 +28,9 @@ pub struct Index {
     pub host: String,
     /// The image directory as it was named at the checkpoint.
     pub image: PathBuf,
+    /// Where the file system of that directory was mounted: while it is not, nobody knows what is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mount: Option<PathBuf>,
     /// The container's checkpoint before, for people: nothing is read from it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Digest>,
@@ -103,14 +106,14 @@ impl Index {
         for piece in &self.pieces {
             total = total.and_then(|sum| sum.checked_add(piece.length));
         }
+        let is_path =
+            |path: &Path| path.is_absolute() && path.to_str().is_some_and(|path| is_text(path, MAX_PATH));
         let checks = [
             ("checkpoint", is_text(&self.checkpoint, MAX_TEXT)),
             ("container", is_text(&self.container, MAX_TEXT)),
             ("host", is_text(&self.host, MAX_TEXT)),
-            (
-                "image",
-                self.image.is_absolute() && self.image.to_str().is_some_and(|path| is_text(path, MAX_PATH)),
-            ),
+            ("image", is_path(&self.image)),
+            ("mount", self.mount.as_deref().is_none_or(is_path)),
             (
                 "pieces",
                 self.pieces.iter().all(Piece::is_sound) && total.is_some(),

@@ -16,6 +16,7 @@ use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::geteuid;
 
 use super::error::{io, is_wrong_kind};
+use super::form::{Form, Packing};
 use super::{Description, StoreError};
 use crate::dir::UntrustedDir;
 
@@ -31,6 +32,8 @@ pub(super) const PINNED: &str = "pinned";
 pub(super) const NEW: &str = "new";
 
 pub(super) const VERSION: u64 = 1;
+/// That of a store that compresses or encrypts.
+pub(super) const PACKED_VERSION: u64 = 2;
 
 /// What a directory may hold that becomes a store: what a killed maker has left, and what mkfs makes.
 const HARMLESS: [&str; 6] = [LOCK, EXTENTS, IMAGES, NEW, ".firn-store.json.tmp", "lost+found"];
@@ -105,7 +108,7 @@ pub(super) fn make(dir: &UntrustedDir, name: &str) -> io::Result<()> {
 }
 
 /// Makes what a store consists of, where it is not there. Two that do so at once make one store.
-pub(super) fn complete(dir: &UntrustedDir, root: &Path) -> Result<(), StoreError> {
+pub(super) fn complete(dir: &UntrustedDir, root: &Path, packing: &Packing) -> Result<(), StoreError> {
     for name in [EXTENTS, IMAGES, NEW] {
         make(dir, name).map_err(io("make", root.join(name)))?;
     }
@@ -117,13 +120,17 @@ pub(super) fn complete(dir: &UntrustedDir, root: &Path) -> Result<(), StoreError
     if has(dir, DESCRIPTION, root)? {
         return Ok(());
     }
-    let bytes = Description::random()?.to_bytes(root)?;
+    let bytes = Description::random(packing)?.to_bytes(root)?;
     // Order matters: whoever sees the description finds the directories.
     atomic_file::write(&dir.path(), DESCRIPTION, &bytes, 0o600).map_err(io("write", root.join(DESCRIPTION)))
 }
 
-/// The id of the store.
-pub(super) fn id(dir: &UntrustedDir, root: &Path) -> Result<String, StoreError> {
+/// The id of the store, and how it writes.
+pub(super) fn described(
+    dir: &UntrustedDir,
+    root: &Path,
+    packing: &Packing,
+) -> Result<(String, Form), StoreError> {
     let path = root.join(DESCRIPTION);
     let bytes = match dir
         .file(DESCRIPTION)
@@ -134,7 +141,8 @@ pub(super) fn id(dir: &UntrustedDir, root: &Path) -> Result<String, StoreError> 
         read => read.map_err(io("read", &path))?,
     };
     let bytes = bytes.ok_or(StoreError::Description { path, source: None })?;
-    Ok(Description::from_bytes(&bytes, root)?.id().to_owned())
+    let description = Description::from_bytes(&bytes, root)?;
+    Ok((description.id().to_owned(), description.form(packing, root)?))
 }
 
 /// Takes the lock. `how` does not block: who holds it for long is reported.

@@ -16,11 +16,14 @@
 //!   they hold the memory of containers.
 //! - Nodes may share the directory. Only rename and flock have to work between them.
 //! - Extents and indexes are removed by `gc` alone, while it holds the lock.
+//! - A store that encrypts has extents under other names ([`Form::name`]). An index, and whoever asks for an
+//!   extent, names it by its digest.
 
 mod contents;
 mod description;
 mod digest;
 mod error;
+mod form;
 mod index;
 mod layout;
 mod record;
@@ -40,10 +43,12 @@ pub use description::Description;
 pub use digest::{Digest, NotADigest};
 pub use error::StoreError;
 use error::{io, is_not_there, is_wrong_kind};
+pub use form::{Form, Key, Packing};
 #[cfg(any(test, fuzzing))]
 pub(crate) use index::to_bytes as write_index;
 pub use index::{Index, IndexError, Piece};
 pub use layout::{EXTENTS, IMAGES};
+pub(crate) use record::mount_of;
 pub use removal::Removal;
 pub use writer::Writer;
 pub(crate) use writer::is_zero;
@@ -59,6 +64,7 @@ pub struct Store(Arc<Opened>);
 struct Opened {
     root: PathBuf,
     id: String,
+    form: Form,
     dir: UntrustedDir,
     extents: UntrustedDir,
     images: UntrustedDir,
@@ -68,26 +74,29 @@ impl Store {
     /// Opens it.
     ///
     /// # Errors
-    /// Where there is none, others than root can enter it, or a newer firn has made it.
-    pub fn open(root: &Path) -> Result<Self, StoreError> {
+    /// Where there is none, others than root can enter it, a newer firn has made it, or the key is not its
+    /// own.
+    pub fn open(root: &Path, packing: &Packing) -> Result<Self, StoreError> {
         let root = without_slash(root);
-        Self::of(layout::root(&root)?, root)
+        Self::of(layout::root(&root)?, root, packing)
     }
 
     /// Opens it, or makes it in an empty or absent directory.
     ///
     /// # Errors
     /// As [`Store::open`], and where the directory holds anything else.
-    pub fn create(root: &Path) -> Result<Self, StoreError> {
+    pub fn create(root: &Path, packing: &Packing) -> Result<Self, StoreError> {
         let root = without_slash(root);
         let dir = layout::made_root(&root)?;
-        layout::complete(&dir, &root)?;
-        Self::of(dir, root)
+        layout::complete(&dir, &root, packing)?;
+        Self::of(dir, root, packing)
     }
 
-    fn of(dir: UntrustedDir, root: PathBuf) -> Result<Self, StoreError> {
+    fn of(dir: UntrustedDir, root: PathBuf, packing: &Packing) -> Result<Self, StoreError> {
+        let (id, form) = layout::described(&dir, &root, packing)?;
         Ok(Self(Arc::new(Opened {
-            id: layout::id(&dir, &root)?,
+            id,
+            form,
             extents: layout::inside(&dir, &root, layout::EXTENTS)?,
             images: layout::inside(&dir, &root, layout::IMAGES)?,
             root,
@@ -103,6 +112,11 @@ impl Store {
     /// Where it is.
     pub fn root(&self) -> &Path {
         &self.0.root
+    }
+
+    /// How it writes what it holds.
+    pub fn form(&self) -> &Form {
+        &self.0.form
     }
 
     /// Begins to write. With a cap, the extents of the store are counted and may not take more bytes than it;
@@ -130,21 +144,54 @@ impl Store {
             Err(error) if is_wrong_kind(&error) => return Err(unusable(IndexError::Content)),
             opened => opened.map_err(io("open", path()))?,
         };
-        let bytes = read_at_most(file, Index::MAX_BYTES).map_err(io("read", path()))?;
+        let most = self.form().most(Index::MAX_BYTES);
+        let bytes = read_at_most(file, most).map_err(io("read", path()))?;
         let bytes = bytes.ok_or_else(|| unusable(IndexError::TooLarge))?;
+        let bytes = self.form().index(id, bytes);
+        let bytes = bytes.ok_or_else(|| unusable(IndexError::Content))?;
         Ok((Index::from_bytes(&bytes, id).map_err(unusable)?, bytes))
     }
 
     /// Reads an extent into a buffer of its length, and compares its content with its name.
     pub fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), StoreError> {
+        match self.form().is_plain() {
+            true => self.read_plain(extent, buffer),
+            false => self.read_packed(extent, &self.form().name(extent), buffer),
+        }
+    }
+
+    /// Compares an extent of this name in the store, and of `size` bytes there, with its name. The buffer has
+    /// [`EXTENT`] bytes.
+    pub fn compare(&self, name: &Digest, size: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        let plain = usize::try_from(size).ok().and_then(|size| buffer.get_mut(..size));
+        match (self.form().is_plain(), plain) {
+            (true, Some(buffer)) => self.read_plain(name, buffer),
+            (true, None) => Err(self.damaged(name)),
+            (false, _) => self.unpacked(name, name).map(drop),
+        }
+    }
+
+    /// An extent that has another name in the store.
+    fn read_packed(&self, extent: &Digest, name: &Digest, buffer: &mut [u8]) -> Result<(), StoreError> {
+        let bytes = self.unpacked(extent, name)?;
+        if bytes.len() != buffer.len() {
+            return Err(self.damaged(name));
+        }
+        buffer.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    fn unpacked(&self, extent: &Digest, name: &Digest) -> Result<Vec<u8>, StoreError> {
+        let file = self.opened_extent(extent, name)?;
+        let stored = read_at_most(file, self.form().most(EXTENT as u64));
+        let stored = stored.map_err(io("read", self.extent_path(name)))?;
+        let bytes = stored.and_then(|stored| self.form().extent(name, stored));
+        bytes.ok_or_else(|| self.damaged(name))
+    }
+
+    fn read_plain(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), StoreError> {
         let path = || self.extent_path(extent);
-        let mut file = match self.open_extent(extent) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(self.missing_one("extent", extent));
-            }
-            Err(error) if is_wrong_kind(&error) => return Err(StoreError::Extent { path: path() }),
-            opened => opened.map_err(io("open", path()))?,
-        };
+        let mut file = self.opened_extent(extent, extent)?;
         let length = file.metadata().map_err(io("look at", path()))?.len();
         match file.read_exact(buffer) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
@@ -152,7 +199,13 @@ impl Store {
         }
         match length == buffer.len() as u64 && Digest::of(buffer) == *extent {
             true => Ok(()),
-            false => Err(StoreError::Extent { path: path() }),
+            false => Err(self.damaged(extent)),
+        }
+    }
+
+    fn damaged(&self, name: &Digest) -> StoreError {
+        StoreError::Extent {
+            path: self.extent_path(name),
         }
     }
 
@@ -184,22 +237,33 @@ impl Store {
 
     /// Whether there is an extent of this name and size.
     fn has(&self, extent: &Digest, length: u64) -> Result<bool, StoreError> {
-        let name = extent.to_string();
+        let digest = self.form().name(extent);
+        let name = digest.to_string();
         let found = match self.extents_dir().inside(&name[..2]) {
             Err(error) if is_not_there(&error) => return Ok(false),
             inside => inside.and_then(|inside| size(&inside, &name)),
         };
-        let found = found.map_err(io("look for", self.extent_path(extent)))?;
-        Ok(found == Some(length))
+        let found = found.map_err(io("look for", self.extent_path(&digest)))?;
+        Ok(found.is_some_and(|size| self.form().may_hold(size, length)))
     }
 
-    fn open_extent(&self, extent: &Digest) -> io::Result<File> {
-        let name = extent.to_string();
-        self.extents_dir().inside(&name[..2])?.file(&name)
+    /// An extent that has this name in the store.
+    fn opened_extent(&self, extent: &Digest, name: &Digest) -> Result<File, StoreError> {
+        let text = name.to_string();
+        let opened = self
+            .extents_dir()
+            .inside(&text[..2])
+            .and_then(|fan| fan.file(&text));
+        match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(self.missing_one("extent", extent)),
+            Err(error) if is_wrong_kind(&error) => Err(self.damaged(name)),
+            opened => opened.map_err(io("open", self.extent_path(name))),
+        }
     }
 
-    fn extent_path(&self, extent: &Digest) -> PathBuf {
-        self.0.root.join(extent.extent_path())
+    /// Of an extent that has this name in the store.
+    fn extent_path(&self, name: &Digest) -> PathBuf {
+        self.0.root.join(name.extent_path())
     }
 
     fn missing_one(&self, kind: &'static str, digest: &Digest) -> StoreError {

@@ -9,7 +9,7 @@ use firn_host::{UnlessAbsent, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use super::error::io;
-use super::{Digest, Store, StoreError};
+use super::{Digest, Packing, Store, StoreError};
 
 /// Digits of the name of a record.
 const NAME: usize = 16;
@@ -31,22 +31,28 @@ impl Store {
     ///
     /// # Errors
     /// Where there would be a new store because the file system of the last one is not mounted.
-    pub fn create_again(root: &Path, records: &Path) -> Result<Self, StoreError> {
+    pub fn create_again(root: &Path, records: &Path, packing: &Packing) -> Result<Self, StoreError> {
         let mounts = mounted().map_err(io("read", "/proc/self/mountinfo"))?;
-        Self::create_among(root, records, &mounts)
+        Self::create_among(root, records, packing, &mounts)
     }
 
     pub(super) fn create_among(
         root: &Path,
         records: &Path,
+        packing: &Packing,
         mounts: &[MountEntry],
     ) -> Result<Self, StoreError> {
         let root = &absolute(root).map_err(io("resolve", root))?;
         let name = name(root);
         let last = read(&records.join(&name)).filter(|last| last.store == *root);
+        // Also where another store was made on the disk below before.
+        let is_another = |last: &Record| match Self::open(root, packing) {
+            Err(StoreError::Absent { .. }) => true,
+            opened => opened.is_ok_and(|store| store.id() != last.id),
+        };
         if let Some(last) = &last
-            && matches!(Self::open(root), Err(StoreError::Absent { .. }))
-            && mount_point(root, mounts)? != last.mount_point
+            && !mounts.iter().any(|mount| mount.mount_point == last.mount_point)
+            && is_another(last)
         {
             return Err(StoreError::NotMounted {
                 path: root.to_owned(),
@@ -55,7 +61,7 @@ impl Store {
                 record: records.join(name),
             });
         }
-        let store = Self::create(root)?;
+        let store = Self::create(root, packing)?;
         let now = Record {
             store: root.to_owned(),
             id: store.id().to_owned(),
@@ -83,6 +89,12 @@ fn read(record: &Path) -> Option<Record> {
 fn write(records: &Path, name: &str, record: &Record) -> std::io::Result<()> {
     std::fs::create_dir_all(records)?;
     atomic_file::write(records, name, &serde_json::to_vec(record)?, 0o600)
+}
+
+/// Where the file system of a directory is mounted. None: that cannot be found out, or is no text.
+pub(crate) fn mount_of(dir: &Path) -> Option<PathBuf> {
+    let mount = mount_point(dir, &mounted().ok()?).ok()?;
+    mount.to_str().is_some().then_some(mount)
 }
 
 /// Where the file system is mounted that `path` lies in, or will when it is made.
@@ -122,15 +134,15 @@ mod tests {
         let root = disk.join("firn/store");
         let with = mounts(&[Path::new("/"), &disk]);
         let without = mounts(&[Path::new("/")]);
-        let first = Store::create_among(&root, &records, &with).unwrap();
+        let first = Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
         // What lies elsewhere is a store, too, if it is one.
-        Store::create_among(&root, &records, &without).unwrap();
-        Store::create_among(&root, &records, &with).unwrap();
+        Store::create_among(&root, &records, &Packing::default(), &without).unwrap();
+        Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
 
         // The mount point is empty, then the operator has made the directory.
         fs::remove_dir_all(disk.join("firn")).unwrap();
         for step in 0..2 {
-            let error = Store::create_among(&root, &records, &without).unwrap_err();
+            let error = Store::create_among(&root, &records, &Packing::default(), &without).unwrap_err();
             assert_eq!(error.code(), "FIRN-STORE-UNUSABLE");
             let shown = error.to_string();
             let parts = [first.id(), disk.to_str().unwrap(), records.to_str().unwrap()];
@@ -139,13 +151,13 @@ mod tests {
             fs::create_dir_all(&root).unwrap();
         }
         // Another file system there, as a tmpfs after the node has started again.
-        let second = Store::create_among(&root, &records, &with).unwrap();
+        let second = Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
         assert_ne!(first.id(), second.id());
 
         // The operator has given it up.
         fs::remove_dir_all(disk.join("firn")).unwrap();
         fs::remove_dir_all(&records).unwrap();
-        Store::create_among(&root, &records, &without).unwrap();
+        Store::create_among(&root, &records, &Packing::default(), &without).unwrap();
         assert!(!records.exists(), "one on the root's file system is recorded");
     }
 
@@ -156,12 +168,18 @@ mod tests {
         let root = dir.path().join("store");
         let with = mounts(&[dir.path()]);
         for _ in 0..2 {
-            Store::create_among(&root, &dir.path().join("file/records"), &with).unwrap();
+            Store::create_among(
+                &root,
+                &dir.path().join("file/records"),
+                &Packing::default(),
+                &with,
+            )
+            .unwrap();
         }
         let records = dir.path().join("records");
         fs::create_dir(&records).unwrap();
         fs::write(records.join(name(&root)), "{}").unwrap();
-        Store::create_among(&root, &records, &with).unwrap();
+        Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
         assert_eq!(read(&records.join(name(&root))).unwrap().mount_point, dir.path());
     }
 }

@@ -38,9 +38,9 @@ impl Removal<'_> {
         remove(self.store.images_dir(), &name, path)
     }
 
-    /// Removes an extent.
-    pub fn extent(&self, extent: &Digest) -> Result<(), StoreError> {
-        let (name, path) = (extent.to_string(), self.store.extent_path(extent));
+    /// Removes the extent that has this name in the store.
+    pub fn extent(&self, name: &Digest) -> Result<(), StoreError> {
+        let (name, path) = (name.to_string(), self.store.extent_path(name));
         let fan = self.store.extents_dir().inside(&name[..2]).if_present();
         match fan.map_err(io("open", &path))? {
             None => Ok(()),

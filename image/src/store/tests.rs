@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::*;
 
 mod contents;
+mod form;
 mod layout;
 mod write;
 
@@ -23,8 +24,12 @@ struct Scratch {
 
 impl Scratch {
     fn new() -> Self {
+        Self::packed(&Packing::default())
+    }
+
+    fn packed(packing: &Packing) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::create(&dir.path().join("store")).unwrap();
+        let store = Store::create(&dir.path().join("store"), packing).unwrap();
         Self { dir, store }
     }
 
@@ -41,7 +46,7 @@ impl Scratch {
     }
 
     fn extent(&self, digest: &Digest) -> PathBuf {
-        self.store.extent_path(digest)
+        self.store.extent_path(&self.store.form().name(digest))
     }
 
     /// Names of all files, and of directories in `new/`.
@@ -82,6 +87,7 @@ fn index(pieces: Vec<Piece>) -> Index {
         container: "job".to_owned(),
         host: "node".to_owned(),
         image: "/images/job".into(),
+        mount: None,
         parent: None,
         pieces,
     }
@@ -96,7 +102,7 @@ fn memory_is_read_as_it_was_written() {
     let scratch = Scratch::new();
     let whole: Vec<u8> = (0..=250).cycle().take(EXTENT).collect();
     let (digest, index) = scratch.holds(&[&whole, b"short", &[0; 8192]]);
-    let store = Store::open(&scratch.root()).unwrap();
+    let store = Store::open(&scratch.root(), &Packing::default()).unwrap();
     assert_eq!(store.id(), scratch.store.id());
     assert_eq!(store.index(&digest).unwrap(), index);
     let extents: Vec<_> = index.extents().collect();

@@ -79,7 +79,9 @@ impl Writer {
         let count = match self.has(&digest, length)? {
             true => &self.reused,
             false => {
-                self.write(&digest, bytes)?;
+                let name = self.store.form().name(&digest);
+                let packed = self.store.form().packed_extent(&name, bytes);
+                self.write(&name, &packed.map_err(io("pack", self.path()))?)?;
                 &self.written
             }
         };
@@ -126,7 +128,7 @@ impl Writer {
         self.sync()
     }
 
-    /// Bytes that were written.
+    /// Bytes of memory that were written.
     pub fn written(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }
@@ -139,6 +141,8 @@ impl Writer {
     fn publish_index(&self, bytes: &[u8]) -> Result<Digest, StoreError> {
         let path = self.path().join(INDEX);
         let digest = Digest::of(bytes);
+        let packed = self.store.form().packed_index(&digest, bytes);
+        let bytes = &*packed.map_err(io("pack", &path))?;
         let images = self.store.images_dir();
         let write = || {
             create(&self.own, INDEX, bytes)?.sync_all()?;
@@ -154,16 +158,18 @@ impl Writer {
         if self.store.has(digest, length)? {
             return Ok(true);
         }
-        let own = super::size(&self.own, &digest.to_string());
-        Ok(own.map_err(io("look for", self.path()))? == Some(length))
+        let form = self.store.form();
+        let own = super::size(&self.own, &form.name(digest).to_string());
+        let own = own.map_err(io("look for", self.path()))?;
+        Ok(own.is_some_and(|size| form.may_hold(size, length)))
     }
 
-    fn write(&self, digest: &Digest, bytes: &[u8]) -> Result<(), StoreError> {
+    fn write(&self, name: &Digest, bytes: &[u8]) -> Result<(), StoreError> {
         let length = bytes.len() as u64;
         self.reserve(length)?;
         let temporary = self.count.fetch_add(1, Ordering::Relaxed).to_string();
         let written = create(&self.own, &temporary, bytes).and_then(|_| {
-            let name = digest.to_string();
+            let name = name.to_string();
             Ok(renameat(&self.own, temporary.as_str(), &self.own, name.as_str())?)
         });
         written.map_err(|error| {

@@ -63,7 +63,7 @@ impl Archive {
         let dir = tempfile::tempdir()?;
         let packed = blob(&content, part)?;
         tar(&["-xf".as_ref(), &packed, "-C".as_ref(), dir.path()])?;
-        reader::check(dir.path(), &host.store()?).map(drop)
+        reader::check(dir.path(), &host.store()?, host.store_key()?.as_deref()).map(drop)
     }
 
     /// Adds the annotations that `ctr containers checkpoint` writes and `ctr tasks checkpoint` leaves out:

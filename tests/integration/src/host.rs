@@ -294,10 +294,19 @@ impl GpuHost {
 
     /// The directory of the node's store, as the configuration names it.
     pub fn store(&self) -> Result<PathBuf> {
+        Ok(self.node.path(self.configured("store")?.unwrap_or_default()))
+    }
+
+    /// The file of its key.
+    pub fn store_key(&self) -> Result<Option<PathBuf>> {
+        Ok(self.configured("store-key")?.map(|path| self.node.path(path)))
+    }
+
+    fn configured(&self, key: &str) -> Result<Option<String>> {
         let config = self.node.read(CONFIG).unwrap_or_default();
-        let named = config.lines().find_map(|line| line.strip_prefix("store = "));
-        let named: String = serde_json::from_str(named.unwrap_or("\"\""))?;
-        Ok(self.node.path(named))
+        let value = |line: &str| Some(line.strip_prefix(key)?.strip_prefix(" = ")?.to_owned());
+        let value = config.lines().find_map(value);
+        Ok(value.map(|value| serde_json::from_str(&value)).transpose()?)
     }
 
     /// Disturbs calls of the simulated driver: arguments of `simgpu fault add`.

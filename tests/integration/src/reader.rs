@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
 
+use aes_gcm_siv::aead::AeadInPlace;
+use aes_gcm_siv::{Aes256GcmSiv, KeyInit};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -23,8 +25,9 @@ const LARGE: u64 = 1 << 20;
 /// Bytes of a block, and of an extent.
 const BLOCK: u64 = 4 << 20;
 
-/// Checks a checkpoint in a directory, and what it has in the store at `store`. False: it has no manifest.
-pub fn check(dir: &Path, store: &Path) -> Result<bool> {
+/// Checks a checkpoint in a directory, and what it has in the store at `store`, of which `key` is the file of the
+/// key. False: it has no manifest.
+pub fn check(dir: &Path, store: &Path, key: Option<&Path>) -> Result<bool> {
     let path = dir.join("firn.json");
     if !path.exists() {
         return Ok(false);
@@ -35,7 +38,7 @@ pub fn check(dir: &Path, store: &Path) -> Result<bool> {
     let body = envelope(&text).context("firn.json")?;
     files(dir, &body)?;
     if !body["bulk"].is_null() {
-        stored(store, &body["bulk"]).context("memory in the store")?;
+        stored(store, key, &body["bulk"]).context("memory in the store")?;
     }
     Ok(true)
 }
@@ -112,16 +115,95 @@ fn blake3_of(path: &Path) -> Result<String> {
     Ok(sum.finalize().to_string())
 }
 
+/// A store, and how it writes its files.
+struct Shelf<'a> {
+    dir: &'a Path,
+    is_framed: bool,
+    /// For names and for content.
+    keys: Option<[[u8; 32]; 2]>,
+}
+
+impl<'a> Shelf<'a> {
+    fn open(dir: &'a Path, key: Option<&Path>, id: &Value) -> Result<Self> {
+        let description: Value = serde_json::from_slice(&fs::read(dir.join("firn-store.json"))?)?;
+        ensure!(description["format"] == "firn-store", "{description}");
+        ensure!(description["id"] == *id, "it is in another store");
+        let is_framed = match description["version"].as_u64() {
+            Some(1) => false,
+            Some(2) => true,
+            _ => bail!("{description}"),
+        };
+        let keys = match (&description["key"], key) {
+            (Value::Null, _) => None,
+            (check, key) => {
+                let key = fs::read_to_string(key.context("no key")?)?;
+                let mut material = bytes_of(key.trim())?;
+                material.extend(id.as_str().context("no id")?.bytes());
+                let key = |context| blake3::derive_key(context, &material);
+                let own = hex(&key("firn-store 2026-11 which key it is")[..8]);
+                ensure!(*check == own, "another key");
+                Some([
+                    key("firn-store 2026-11 names of extents"),
+                    key("firn-store 2026-11 content of extents and indexes"),
+                ])
+            }
+        };
+        Ok(Self { dir, is_framed, keys })
+    }
+
+    /// What a file below the store has, whose name is this digest.
+    fn read(&self, path: &str, name: &str, most: usize) -> Result<Vec<u8>> {
+        let mut bytes = fs::read(self.dir.join(path))?;
+        if let Some([_, content]) = self.keys {
+            let tag = bytes.split_off(bytes.len().checked_sub(16).context("no tag")?);
+            let (tag, nonce): ([u8; 16], [u8; 12]) = match (tag.try_into(), bytes_of(&name[..24])?.try_into())
+            {
+                (Ok(tag), Ok(nonce)) => (tag, nonce),
+                _ => bail!("sizes"),
+            };
+            let cipher = Aes256GcmSiv::new(&content.into());
+            let opened =
+                cipher.decrypt_in_place_detached(&nonce.into(), path.as_bytes(), &mut bytes, &tag.into());
+            ensure!(opened.is_ok(), "{path} is not what was written");
+        }
+        match (self.is_framed, bytes.first()) {
+            (false, _) => Ok(bytes),
+            (true, Some(0)) => Ok(bytes.split_off(1)),
+            (true, Some(1)) => Ok(zstd::bulk::decompress(&bytes[1..], most)?),
+            _ => bail!("{path} begins with no 0 or 1"),
+        }
+    }
+
+    fn extent(&self, name: &Value, length: u64) -> Result<()> {
+        if name.is_null() {
+            return Ok(());
+        }
+        let digest = name.as_str().filter(|name| name.len() == 64).context("a name")?;
+        let name = match self.keys {
+            Some([names, _]) => blake3::keyed_hash(&names, &bytes_of(digest)?).to_string(),
+            None => digest.to_owned(),
+        };
+        let bytes = self.read(&format!("extents/{}/{name}", &name[..2]), &name, 4 << 20)?;
+        ensure!(bytes.len() as u64 == length, "extent {name} has {}", bytes.len());
+        ensure!(
+            *blake3::hash(&bytes).to_hex() == *digest,
+            "extent {name} is another"
+        );
+        Ok(())
+    }
+}
+
+fn bytes_of(digits: &str) -> Result<Vec<u8>> {
+    let pairs = digits.as_bytes().chunks(2);
+    let byte = |pair| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?);
+    pairs.map(byte).collect()
+}
+
 /// Every extent that the image's index names is there, and is what its name stands for.
-fn stored(store: &Path, bulk: &Value) -> Result<()> {
-    let description: Value = serde_json::from_slice(&fs::read(store.join("firn-store.json"))?)?;
-    ensure!(
-        description["format"] == "firn-store" && description["version"] == 1,
-        "{description}"
-    );
-    ensure!(description["id"] == bulk["store"], "it is in another store");
+fn stored(store: &Path, key: Option<&Path>, bulk: &Value) -> Result<()> {
+    let store = Shelf::open(store, key, &bulk["store"])?;
     let name = bulk["index"].as_str().context("no index")?;
-    let bytes = fs::read(store.join("images").join(name))?;
+    let bytes = store.read(&format!("images/{name}"), name, 64 << 20)?;
     ensure!(*blake3::hash(&bytes).to_hex() == *name, "index {name} is another");
     let index: Value = serde_json::from_slice(&bytes)?;
     ensure!(
@@ -139,25 +221,11 @@ fn stored(store: &Path, bulk: &Value) -> Result<()> {
             extents.len()
         );
         for (at, name) in (0..length).step_by(1 << 22).zip(extents) {
-            extent(store, name, (length - at).min(BLOCK))?;
+            store.extent(name, (length - at).min(BLOCK))?;
         }
         bytes += length;
     }
     ensure!(bulk["bytes"] == bytes, "{bytes} bytes in all");
-    Ok(())
-}
-
-fn extent(store: &Path, name: &Value, length: u64) -> Result<()> {
-    if name.is_null() {
-        return Ok(());
-    }
-    let name = name.as_str().filter(|name| name.len() == 64).context("a name")?;
-    let bytes = fs::read(store.join("extents").join(&name[..2]).join(name))?;
-    ensure!(bytes.len() as u64 == length, "extent {name} has {}", bytes.len());
-    ensure!(
-        *blake3::hash(&bytes).to_hex() == *name,
-        "extent {name} is another"
-    );
     Ok(())
 }
 
@@ -222,9 +290,9 @@ mod tests {
     #[test]
     fn an_image_is_what_the_documents_describe() {
         let (image, store) = made();
-        assert!(check(image.path(), store.path()).unwrap());
+        assert!(check(image.path(), store.path(), None).unwrap());
         let none = TempDir::new().unwrap();
-        assert!(!check(none.path(), store.path()).unwrap());
+        assert!(!check(none.path(), store.path(), None).unwrap());
     }
 
     #[test]
@@ -249,7 +317,7 @@ mod tests {
             let (image, store) = made();
             damage(image.path(), store.path());
             assert!(
-                check(image.path(), store.path()).is_err(),
+                check(image.path(), store.path(), None).is_err(),
                 "damage {number} is not found"
             );
         }

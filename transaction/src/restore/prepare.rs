@@ -185,6 +185,7 @@ impl Preparation<'_> {
         };
         let stored = Stored {
             store: config.images.store.clone(),
+            key: config.images.store_key.clone(),
             memory,
         };
         let copier = Copier {

@@ -1,7 +1,7 @@
 //! Stdio that is open on the client's side and whose process does not exist yet.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
@@ -80,9 +80,16 @@ impl StdioConfig {
     async fn pipes(&self, prepared: &mut Prepared, owner: Owner, reaper: &Reaper) -> Result<(), Error> {
         match &self.target {
             Target::Fifos { stdout, stderr } => {
-                for (path, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
-                    if let Some(path) = path {
-                        prepared.connect(owner, stream, Sink::open(path, stream).await?)?;
+                let open = async |path: &Option<PathBuf>, stream| match path {
+                    Some(path) => Sink::open(path, stream).await.map(Some),
+                    None => Ok(None),
+                };
+                // Together: each waits for its client.
+                let (stdout, stderr) =
+                    tokio::try_join!(open(stdout, Stream::Stdout), open(stderr, Stream::Stderr))?;
+                for (sink, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
+                    if let Some(sink) = sink {
+                        prepared.connect(owner, stream, sink)?;
                     }
                 }
             }

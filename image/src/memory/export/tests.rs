@@ -11,6 +11,7 @@ use crate::checksums;
 use crate::criu::memory::testing::{write_mm, write_pagemap};
 use crate::fixtures;
 use crate::manifest::StoredMemory;
+use crate::store::Packing;
 
 const PID: i32 = 7;
 const BEGIN: u64 = 0x7000_0000_0000;
@@ -24,6 +25,19 @@ struct Image {
     store: Store,
 }
 
+fn index(image: &Path, piece: Piece) -> Index {
+    Index {
+        checkpoint: String::new(),
+        made: 0,
+        container: String::new(),
+        host: String::new(),
+        image: image.to_owned(),
+        mount: None,
+        parent: None,
+        pieces: vec![piece],
+    }
+}
+
 impl Image {
     fn new() -> Self {
         Self::with(|_| {})
@@ -32,7 +46,7 @@ impl Image {
     /// `change` changes the range in the index.
     fn with(change: impl Fn(&mut Piece)) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::create(&dir.path().join("store")).unwrap();
+        let store = Store::create(&dir.path().join("store"), &Packing::default()).unwrap();
         let image = dir.path().join("image");
         fs::create_dir(&image).unwrap();
         for (name, content) in [
@@ -69,16 +83,7 @@ impl Image {
             extents: vec![put(&[4; EXTENT]), None, put(&pages(&[5, 0, 6]))],
         };
         change(&mut piece);
-        let index = Index {
-            checkpoint: String::new(),
-            made: 0,
-            container: String::new(),
-            host: String::new(),
-            image: image.clone(),
-            parent: None,
-            pieces: vec![piece],
-        };
-        let index = writer.finish(&index).unwrap();
+        let index = writer.finish(&index(&image, piece)).unwrap();
         let manifest = Manifest {
             bulk: Some(StoredMemory {
                 store: store.id().to_owned(),
@@ -101,7 +106,7 @@ impl Image {
 
     fn export(&self) -> Result<u64, ImageCopyError> {
         let store = Some(self.store.root().to_owned());
-        export(&self.path("image"), store, &self.path("out"), |_| |_| {})
+        export(&self.path("image"), (store, None), &self.path("out"), |_| |_| {})
     }
 
     /// It fails with this code, and nothing is left.
@@ -134,7 +139,7 @@ fn the_memory_is_in_the_pages_files() {
     let image = Image::new();
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
     let (from, to) = (image.path("image"), image.path("out"));
-    let exported = export(&from, Some(image.store.root().to_owned()), &to, |total| {
+    let exported = export(&from, (Some(image.store.root().to_owned()), None), &to, |total| {
         begun.store(total, Ordering::Relaxed);
         |bytes| {
             done.fetch_add(bytes, Ordering::Relaxed);
@@ -180,10 +185,10 @@ fn what_cannot_be_exported_leaves_nothing() {
     assert!(image.path("out/mine").exists());
     fs::remove_file(image.path("out/mine")).unwrap();
 
-    let store = export(&image.path("image"), None, &image.path("out"), |_| |_| {});
+    let store = export(&image.path("image"), (None, None), &image.path("out"), |_| |_| {});
     assert_eq!(store.unwrap_err().code(), "FIRN-STORE-MISSING");
     image.export().unwrap();
-    let again = export(&image.path("out"), None, &image.path("other"), |_| |_| {});
+    let again = export(&image.path("out"), (None, None), &image.path("other"), |_| |_| {});
     assert_eq!(again.unwrap_err().code(), "FIRN-IMAGE-COPY", "it is inline");
     fs::remove_dir_all(image.path("out")).unwrap();
 

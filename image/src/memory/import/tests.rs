@@ -12,6 +12,7 @@ use crate::criu::memory::testing::{vma, write_vmas};
 use crate::criu::memory::{PAGE, testing};
 use crate::fixtures;
 use crate::memory::export;
+use crate::store::Packing;
 
 const BEGIN: u64 = 0x7000_0000_0000;
 /// Where a mapping of a file begins.
@@ -39,7 +40,7 @@ impl Inline {
     /// The large memory is in these mappings.
     fn with(middle: &[Vec<u8>]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let store = Store::create(&dir.path().join("store")).unwrap();
+        let store = Store::create(&dir.path().join("store"), &Packing::default()).unwrap();
         let inline = Self { dir, store };
         fs::create_dir(inline.path("image")).unwrap();
         for name in ["inventory.img", "pstree.img"] {
@@ -168,7 +169,7 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     assert_eq!(left, [BEGIN + PAGE, BEHIND, BEHIND + PAGE]);
 
     let again = inline.path("again");
-    export(&out, Some(inline.path("store")), &again, |_| |_| {}).unwrap();
+    export(&out, (Some(inline.path("store")), None), &again, |_| |_| {}).unwrap();
     assert!(memory(&again, PID) == memory(&image, PID), "other pages");
     Manifest::read(&again)
         .unwrap()
@@ -235,7 +236,7 @@ fn what_parent_and_child_may_share_stays() {
     assert_eq!(pieces, [(CHILD, own.start)]);
     export(
         &inline.path("out"),
-        Some(inline.path("store")),
+        (Some(inline.path("store")), None),
         &inline.path("again"),
         |_| |_| {},
     )

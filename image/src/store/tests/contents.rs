@@ -85,7 +85,7 @@ fn pins_last_until_they_are_taken_away() {
     assert!(!store.unpin(&digest).unwrap());
     store.pin(&digest).unwrap();
     store.pin(&digest).unwrap();
-    let again = Store::open(&scratch.root()).unwrap();
+    let again = Store::open(&scratch.root(), &Packing::default()).unwrap();
     assert_eq!(again.pinned().unwrap(), [digest].into());
     assert!(store.unpin(&digest).unwrap());
     assert!(store.pinned().unwrap().is_empty());

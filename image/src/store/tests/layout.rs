@@ -10,12 +10,12 @@ use crate::store::layout::{VERSION, lock};
 fn an_empty_directory_becomes_a_store_that_only_its_owner_can_enter() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("deep/store");
-    Store::create(&root).unwrap();
+    Store::create(&root, &Packing::default()).unwrap();
     // As mount -t tmpfs and mkfs leave it.
     let mounted = dir.path().join("mounted");
     fs::create_dir_all(mounted.join("lost+found")).unwrap();
     fs::set_permissions(&mounted, Permissions::from_mode(0o1777)).unwrap();
-    Store::create(&mounted).unwrap();
+    Store::create(&mounted, &Packing::default()).unwrap();
     for root in [root, mounted] {
         for dir in ["", "extents", "images", "new"] {
             let mode = root.join(dir).metadata().unwrap().mode();
@@ -33,7 +33,7 @@ fn it_stays_the_same_store() {
     let _writer = scratch.store.writer(None).unwrap();
     let before = (scratch.files(), scratch.store.id().to_owned());
     let begun = std::time::Instant::now();
-    let again = Store::create(&scratch.root()).unwrap();
+    let again = Store::create(&scratch.root(), &Packing::default()).unwrap();
     let waited = begun.elapsed();
     assert!(waited.as_secs() < 10, "it has waited for the writer: {waited:?}");
     assert_eq!((scratch.files(), again.id().to_owned()), before);
@@ -46,7 +46,7 @@ fn two_that_make_it_at_once_make_one() {
     for _ in 0..20 {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("store");
-        let make = || Store::create(&root).unwrap().id().to_owned();
+        let make = || Store::create(&root, &Packing::default()).unwrap().id().to_owned();
         let ids: Vec<String> = thread::scope(|scope| {
             let makers: Vec<_> = (0..4).map(|_| scope.spawn(make)).collect();
             makers.into_iter().map(|maker| maker.join().unwrap()).collect()
@@ -71,7 +71,7 @@ fn what_a_killed_maker_has_left_becomes_a_store() {
                 None => fs::write(root.join(name), "{").unwrap(),
             }
         }
-        Store::create(&root).unwrap();
+        Store::create(&root, &Packing::default()).unwrap();
     }
 }
 
@@ -83,7 +83,7 @@ fn a_directory_with_anything_else_is_left_alone() {
         fs::create_dir_all(root.join(name).parent().unwrap()).unwrap();
         fs::write(root.join(name), "mine").unwrap();
         fs::set_permissions(&root, Permissions::from_mode(0o755)).unwrap();
-        let error = Store::create(&root).unwrap_err();
+        let error = Store::create(&root, &Packing::default()).unwrap_err();
         assert_eq!(error.code(), "FIRN-STORE-UNUSABLE");
         assert!(error.to_string().contains(name), "{error}");
         assert_eq!(root.metadata().unwrap().mode() & 0o7777, 0o755);
@@ -95,7 +95,7 @@ fn a_directory_with_anything_else_is_left_alone() {
 fn one_that_is_not_there_is_not_made_by_opening_it() {
     let dir = tempfile::tempdir().unwrap();
     for root in [dir.path().join("none"), dir.path().to_owned()] {
-        let error = Store::open(&root).unwrap_err();
+        let error = Store::open(&root, &Packing::default()).unwrap_err();
         assert!(matches!(error, StoreError::Absent { .. }), "{error:?}");
         assert_eq!(error.code(), "FIRN-STORE-UNUSABLE");
     }
@@ -109,7 +109,10 @@ fn one_that_others_can_reach_is_refused() {
         let path = scratch.root().join(part);
         for mode in [0o701, 0o750, 0o702] {
             fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
-            for opened in [Store::open(&scratch.root()), Store::create(&scratch.root())] {
+            for opened in [
+                Store::open(&scratch.root(), &Packing::default()),
+                Store::create(&scratch.root(), &Packing::default()),
+            ] {
                 let error = opened.unwrap_err();
                 assert!(
                     matches!(error, StoreError::Mode { mode: found, .. } if found == mode),
@@ -120,7 +123,10 @@ fn one_that_others_can_reach_is_refused() {
         }
         fs::set_permissions(&path, Permissions::from_mode(0o700)).unwrap();
         chown(&path, Some(65_534), None).expect("needs root");
-        for opened in [Store::open(&scratch.root()), Store::create(&scratch.root())] {
+        for opened in [
+            Store::open(&scratch.root(), &Packing::default()),
+            Store::create(&scratch.root(), &Packing::default()),
+        ] {
             let error = opened.unwrap_err();
             assert!(
                 matches!(error, StoreError::Owner { owner: 65_534, .. }),
@@ -140,16 +146,19 @@ fn links_and_files_are_refused() {
         symlink(&elsewhere, &path).unwrap();
         let root = scratch.root().join("");
         let trials = [
-            Store::open(&scratch.root()),
-            Store::open(&root),
-            Store::create(&root),
+            Store::open(&scratch.root(), &Packing::default()),
+            Store::open(&root, &Packing::default()),
+            Store::create(&root, &Packing::default()),
         ];
         for error in trials.map(Result::unwrap_err) {
             assert!(matches!(error, StoreError::NotADirectory { .. }), "{error:?}");
         }
         fs::remove_file(&path).unwrap();
         fs::write(&path, "").unwrap();
-        assert_eq!(code(Store::open(&scratch.root())), "FIRN-STORE-UNUSABLE");
+        assert_eq!(
+            code(Store::open(&scratch.root(), &Packing::default())),
+            "FIRN-STORE-UNUSABLE"
+        );
     }
 }
 
@@ -158,10 +167,10 @@ fn another_description_is_refused() {
     let scratch = Scratch::new();
     let path = scratch.root().join("firn-store.json");
     let good = fs::read_to_string(&path).unwrap();
-    let newer = good.replace("\"version\":1", "\"version\":2");
+    let newer = good.replace("\"version\":1", "\"version\":3");
     fs::write(&path, &newer).unwrap();
-    let error = Store::open(&scratch.root()).unwrap_err();
-    assert!(matches!(error, StoreError::Version { found: 2, .. }), "{error:?}");
+    let error = Store::open(&scratch.root(), &Packing::default()).unwrap_err();
+    assert!(matches!(error, StoreError::Version { found: 3, .. }), "{error:?}");
     assert!(error.to_string().contains(&VERSION.to_string()));
     let id = scratch.store.id();
     for bad in [
@@ -174,13 +183,19 @@ fn another_description_is_refused() {
         format!("{good}{}", " ".repeat(1 << 20)),
     ] {
         fs::write(&path, &bad).unwrap();
-        let error = Store::open(&scratch.root()).unwrap_err();
+        let error = Store::open(&scratch.root(), &Packing::default()).unwrap_err();
         assert!(matches!(error, StoreError::Description { .. }), "{error:?}");
-        assert_eq!(code(Store::create(&scratch.root())), "FIRN-STORE-UNUSABLE");
+        assert_eq!(
+            code(Store::create(&scratch.root(), &Packing::default())),
+            "FIRN-STORE-UNUSABLE"
+        );
     }
     fs::remove_file(&path).unwrap();
     mkfifo(&path, Mode::S_IRUSR).unwrap();
-    assert_eq!(code(Store::open(&scratch.root())), "FIRN-STORE-UNUSABLE");
+    assert_eq!(
+        code(Store::open(&scratch.root(), &Packing::default())),
+        "FIRN-STORE-UNUSABLE"
+    );
 }
 
 #[test]

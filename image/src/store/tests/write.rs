@@ -263,7 +263,7 @@ impl Drop for SmallDisk {
 #[test]
 fn a_full_disk_is_reported_and_gets_its_room_back() {
     let disk = SmallDisk::mount();
-    let store = Store::create(disk.0.path()).unwrap();
+    let store = Store::create(disk.0.path(), &Packing::default()).unwrap();
     let writer = store.writer(None).unwrap();
     let failed = (1..8).find_map(|seed| writer.put(&content(seed)).err()).unwrap();
     assert_eq!(failed.code(), "FIRN-STORE-FULL");

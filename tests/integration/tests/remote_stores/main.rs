@@ -4,6 +4,7 @@
 //! Needs neither root nor a node.
 
 mod gateway;
+mod packed;
 mod proxy;
 mod tls;
 
@@ -14,13 +15,16 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_image::store::{Digest, Index, Piece, Store};
+use firn_image::store::{Digest, Index, Packing, Piece, Store};
 use firn_lab::{Built, matrix};
 use firn_node::wait_for;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use gateway::{Gateway, KEY, SECRET};
+use packed::{
+    a_store_is_packed_from_its_beginning_or_never, an_encrypted_bucket_shows_nothing_without_its_key,
+};
 use proxy::{EVER, Fault, How, Proxy};
 use tls::a_certificate_is_compared;
 
@@ -50,7 +54,7 @@ impl Lab {
         let dir = tempfile::tempdir()?;
         Ok(Self {
             proxy: Proxy::start(gateway.address)?,
-            id: checkpoint(&Store::create(&dir.path().join("a"))?)?,
+            id: checkpoint(&Store::create(&dir.path().join("a"), &Packing::default())?)?,
             dir,
             gateway,
         })
@@ -126,7 +130,7 @@ impl Lab {
 
     /// Both nodes have the same memory.
     fn same(&self) -> Result<()> {
-        let stores = ["a", "b"].map(|node| Store::open(&self.dir.path().join(node)));
+        let stores = ["a", "b"].map(|node| Store::open(&self.dir.path().join(node), &Packing::default()));
         let [a, b] = stores;
         let (a, b) = (a?, b?);
         ensure!(
@@ -181,6 +185,7 @@ fn checkpoint(store: &Store) -> Result<Digest> {
         container: "train".to_owned(),
         host: "node-1".to_owned(),
         image: "/images/train".into(),
+        mount: None,
         parent: None,
         pieces,
     })?)
@@ -294,7 +299,7 @@ fn what_is_no_store_is_left_alone() -> Result<()> {
     for (text, words) in [
         ("{}", "does not describe a store"),
         (
-            r#"{"format":"firn-store","version":2,"id":"x"}"#,
+            r#"{"format":"firn-store","version":3,"id":"x"}"#,
             "upgrade firn on this node",
         ),
     ] {
@@ -450,7 +455,7 @@ fn wrong_bytes_are_refused() -> Result<()> {
         ..extents("GET", 0, 1, How::Damage).context("a fault")?
     };
     fs::remove_dir_all(lab.dir.path().join("b"))?;
-    Store::create(&lab.dir.path().join("b"))?;
+    Store::create(&lab.dir.path().join("b"), &Packing::default())?;
     lab.proxy.set(Some(index));
     lab.pull_fails("FIRN-STORE-DAMAGED", &["index s3://"])?;
 
@@ -493,6 +498,8 @@ fn main() -> ExitCode {
         a_slow_and_breaking_connection_brings_everything,
         wrong_bytes_are_refused,
         a_certificate_is_compared,
+        an_encrypted_bucket_shows_nothing_without_its_key,
+        a_store_is_packed_from_its_beginning_or_never,
     ];
     matrix::run_with(&[], trials)
 }

@@ -3,8 +3,10 @@
 mod bare;
 mod copies;
 mod delta;
+mod encrypted;
 mod events;
 mod progress;
+mod rescued;
 mod together;
 mod unmounted;
 
@@ -18,8 +20,10 @@ use firn_node::Platform;
 use bare::criu_alone_restores_what_firn_copied;
 use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_in_the_store};
 use delta::a_second_checkpoint_writes_what_has_changed;
+use encrypted::an_encrypted_store_needs_its_key;
 use events::containerd_shows_the_phases;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
+use rescued::gc_keeps_the_memory_of_a_rescued_image;
 use together::two_checkpoints_and_gc_share_a_store;
 use unmounted::a_store_that_is_not_mounted_is_not_made_again;
 
@@ -337,5 +341,7 @@ fn main() -> ExitCode {
         two_checkpoints_and_gc_share_a_store [FORKY];
         criu_alone_restores_what_firn_copied [FORKY, TRIXIE];
         a_store_that_is_not_mounted_is_not_made_again [FORKY];
+        an_encrypted_store_needs_its_key [FORKY];
+        gc_keeps_the_memory_of_a_rescued_image [FORKY, TRIXIE];
     })
 }

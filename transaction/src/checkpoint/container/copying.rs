@@ -59,6 +59,7 @@ impl ContainerEffects<'_> {
         let shared = bounded(what, limit, &self.cancel, move || shared_files(&of)).await?;
         let save = store.map(|store| Save {
             store,
+            key: self.config.images.store_key.clone(),
             cap: self.config.images.store_cap,
             processes: processes.clone(),
             checkpoint: self.checkpoint.clone(),
