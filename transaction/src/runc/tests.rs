@@ -56,6 +56,43 @@ fn absent_and_finished_are_distinguished() {
     assert!(!failed("permission denied").is_finished());
 }
 
+/// Freezes at the third pause, or never if there is a file `busy`.
+const FREEZES_LATE: &str = r#"#!/bin/sh
+while [ "$1" != pause ]; do
+[ "$1" = --log ] && log=$2
+shift
+done
+here=$(dirname "$0")
+echo x >>"$here/tried"
+[ "$(wc -l <"$here/tried")" -lt 3 ] || [ -e "$here/busy" ] || exit 0
+echo '{"level":"error","msg":"unable to freeze"}' >>"$log"
+exit 1
+"#;
+
+#[tokio::test]
+async fn a_pause_that_does_not_freeze_is_tried_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let runc = stub(&dir, FREEZES_LATE);
+    runc.pause().await.unwrap();
+    let tried = || std::fs::read_to_string(dir.path().join("tried")).unwrap().lines().count();
+    assert_eq!(tried(), 3);
+    std::fs::write(dir.path().join("busy"), "").unwrap();
+    assert_eq!(runc.pause().await.unwrap_err().to_string(), "unable to freeze");
+    assert_eq!(tried(), 9);
+}
+
+/// runc's place has this script.
+fn stub(dir: &tempfile::TempDir, script: &str) -> Runc {
+    let runtime = dir.path().join("runtime");
+    std::fs::write(&runtime, script).unwrap();
+    std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
+    let options = RuncOptions {
+        binary_name: runtime.display().to_string(),
+        ..RuncOptions::default()
+    };
+    Runc::new("job", "default", dir.path(), &options, Reaper::start().unwrap())
+}
+
 /// Both calls fail, and the log of the first ends with the error of the second.
 const BOTH_FAIL: &str = r#"#!/bin/sh
 while [ "$1" != kill ] && [ "$1" != ps ]; do
@@ -73,14 +110,7 @@ exit 1
 #[tokio::test]
 async fn concurrent_calls_fail_with_their_own_errors() {
     let dir = tempfile::tempdir().unwrap();
-    let runtime = dir.path().join("runtime");
-    std::fs::write(&runtime, BOTH_FAIL).unwrap();
-    std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
-    let options = RuncOptions {
-        binary_name: runtime.display().to_string(),
-        ..RuncOptions::default()
-    };
-    let runc = Runc::new("job", "default", dir.path(), &options, Reaper::start().unwrap());
+    let runc = stub(&dir, BOTH_FAIL);
     let (killed, listed) = tokio::join!(runc.kill(9, false), runc.ps());
     assert_eq!(killed.unwrap_err().to_string(), "of kill");
     assert_eq!(listed.unwrap_err().to_string(), "of ps");

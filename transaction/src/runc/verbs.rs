@@ -3,9 +3,17 @@
 use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
+
+use tokio::time::sleep;
 
 use super::{Runc, RuncError, SHORT};
 use firn_host::UnlessAbsent;
+
+/// runc's error, how often a freeze is tried again after it, and after which time.
+const NOT_FROZEN: &str = "unable to freeze";
+const FREEZES: usize = 5;
+const BUSY: Duration = Duration::from_millis(200);
 
 /// Arguments of `create`.
 pub struct Create<'a> {
@@ -136,11 +144,23 @@ impl Runc {
         deleted.map(drop).unless_absent()
     }
 
-    /// `pause`: freezes the container's cgroup.
+    /// `pause`: freezes the container's cgroup. On cgroup v1 runc gives up and thaws if a thread is long in
+    /// the kernel: then it is tried again.
     pub async fn pause(&self) -> Result<(), RuncError> {
-        self.output("pause", self.command("pause").arg(&self.id), SHORT)
-            .await
-            .map(drop)
+        let mut again = FREEZES;
+        loop {
+            let paused = self
+                .output("pause", self.command("pause").arg(&self.id), SHORT)
+                .await;
+            match paused {
+                Err(error) if again > 0 && error.to_string().contains(NOT_FROZEN) => {
+                    log::info!("{} did not freeze: once more", self.id);
+                    again -= 1;
+                    sleep(BUSY).await;
+                }
+                paused => return paused.map(drop),
+            }
+        }
     }
 
     /// `resume`: thaws the container's cgroup.
