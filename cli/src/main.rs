@@ -13,6 +13,7 @@ mod containerd;
 mod doctor;
 mod image;
 mod inspect;
+mod leftovers;
 mod moves;
 mod output;
 mod plan;

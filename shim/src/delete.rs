@@ -96,8 +96,8 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
         recovery.rescue(bundle).await;
         recovery.report_image();
     }
-    // Order matters: all of the host's programs have them, and the rest may take all of the time. Whatever the
-    // journal shows: it may be unreadable.
+    // Order matters: all of the host's programs have them, and the rest may take all of the time. Whatever
+    // the journal shows: it may be unreadable.
     let recovered = async {
         huge_pages::recover().await;
         Ok::<(), Infallible>(())

@@ -1,53 +1,18 @@
 //! Leftover images on this node: each holds the memory of a workload.
-//!
-//! containerd keeps one in its directory for temporary files during a checkpoint, and one for every restore,
-//! which it never removes. The shim keeps those that an error has named.
 
-use std::collections::BTreeSet;
-use std::ffi::OsStr;
 use std::fs::{self, Metadata};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use firn_config::{Config, names};
-use firn_host::bounded;
+use firn_config::Config;
 
 use super::Check;
-use crate::text;
-
-/// Variables that name the directory of containerd's temporary directories.
-const VARIABLES: [&str; 2] = ["XDG_RUNTIME_DIR", "TMPDIR"];
+use crate::{leftovers, text};
 
 pub fn checks(config: &Config) -> Vec<Check> {
-    vec![images(leftover(config))]
-}
-
-/// Where containerd may have left images: in /tmp, and in directories that its environment or that of this
-/// program names.
-fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
-    let mut dirs = BTreeSet::from([PathBuf::from("/tmp")]);
-    dirs.extend(VARIABLES.iter().filter_map(std::env::var_os).map(PathBuf::from));
-    for process in fs::read_dir(proc).into_iter().flatten().flatten() {
-        let process = process.path();
-        let name = fs::read(process.join("comm")).unwrap_or_default();
-        if name.trim_ascii_end() != b"containerd" {
-            continue;
-        }
-        let environment = bounded::read(&process.join("environ")).unwrap_or_default();
-        for entry in environment.split(|byte| *byte == 0) {
-            let value = |name: &&str| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=");
-            dirs.extend(
-                VARIABLES
-                    .iter()
-                    .find_map(value)
-                    .map(|path| PathBuf::from(OsStr::from_bytes(path))),
-            );
-        }
-    }
-    dirs.retain(|dir| dir.is_absolute());
-    dirs
+    vec![images(leftovers::directories(config))]
 }
 
 /// A leftover image.
@@ -104,27 +69,6 @@ fn age(age: Duration) -> String {
     }
 }
 
-/// Directories that containerd has left, or that firn has rescued from it: each may be an image.
-pub fn leftover(config: &Config) -> Vec<PathBuf> {
-    below(&temporary(Path::new("/proc")), config.checkpoint.rescue_dir())
-}
-
-fn below(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Vec<PathBuf> {
-    let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten();
-    let begins = |name: &OsStr| {
-        let begin = [names::CONTAINERD_CHECKPOINT, names::RESCUE_PREFIX];
-        begin
-            .iter()
-            .any(|begin| name.as_bytes().starts_with(begin.as_bytes()))
-    };
-    let of_containerd = temporary.iter().flat_map(|dir| entries(dir));
-    let of_containerd = of_containerd.filter(|entry| begins(&entry.file_name()));
-    of_containerd
-        .chain(entries(rescue))
-        .map(|entry| entry.path())
-        .collect()
-}
-
 fn images(directories: Vec<PathBuf>) -> Check {
     const NAME: &str = "images";
     let left: Vec<Left> = directories.into_iter().filter_map(Left::of).collect();
@@ -144,7 +88,11 @@ fn images(directories: Vec<PathBuf>) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+
+    use leftovers::below;
 
     use super::super::Status;
     use super::*;
@@ -184,26 +132,6 @@ mod tests {
         assert!(line(&open).ends_with("others can READ it"), "{}", line(&open));
         assert!(line(&in_tmp).ends_with(" s old"));
         assert!(line(&closed).ends_with(" s old") && line(&rescued).ends_with(" s old"));
-    }
-
-    #[test]
-    fn the_environment_of_containerd_names_directories() {
-        let proc = tempfile::tempdir().unwrap();
-        let process = |pid: &str, name: &str, environment: &[u8]| {
-            let dir = proc.path().join(pid);
-            fs::create_dir(&dir).unwrap();
-            fs::write(dir.join("comm"), format!("{name}\n")).unwrap();
-            fs::write(dir.join("environ"), environment).unwrap();
-        };
-        process(
-            "7",
-            "containerd",
-            b"PATH=/bin\0TMPDIR=/srv/tmp\0XDG_RUNTIME_DIR=relative\0",
-        );
-        process("8", "bash", b"TMPDIR=/home/tmp\0");
-        let dirs = temporary(proc.path());
-        assert!(dirs.contains(Path::new("/tmp")) && dirs.contains(Path::new("/srv/tmp")));
-        assert!(!dirs.contains(Path::new("/home/tmp")) && !dirs.contains(Path::new("relative")));
     }
 
     #[test]

@@ -12,7 +12,6 @@ use serde::Serialize;
 use crate::args::DoctorArgs;
 use crate::output::{self, line};
 use firn_host::Problem;
-pub use images::leftover as leftover_images;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

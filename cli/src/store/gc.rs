@@ -12,9 +12,8 @@ use serde_json::json;
 use super::args::GcArgs;
 use super::usage::kept;
 use super::{keep, open, short, shown};
-use crate::doctor::leftover_images;
 use crate::output::{self, line};
-use crate::text;
+use crate::{leftovers, text};
 
 /// What is done with the indexes, and with the extents that none of the kept ones names.
 struct Plan {
@@ -81,11 +80,12 @@ impl Facts {
         };
         let host =
             std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
+        let config = Config::load().map_err(ProblemReport::from)?;
         Ok(Self {
             now: SystemTime::now().duration_since(UNIX_EPOCH)?,
             host: host.trim_end().to_owned(),
             containerd,
-            leftovers: keep::of_leftovers(leftover_images(&Config::load().map_err(ProblemReport::from)?)),
+            leftovers: keep::of_leftovers(leftovers::directories(&config)),
         })
     }
 

@@ -121,7 +121,7 @@ struct Named {
 }
 
 impl Named {
-    /// One that the command line names beside the node's own.
+    /// One that the command line names in addition to the node's own.
     fn other(url: &Path, key: Option<&PathBuf>) -> Result<Self> {
         Ok(Self {
             place: Place::of(url)?,

@@ -67,8 +67,8 @@ fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Found> {
     compare(store, images, args.id.is_none())
 }
 
-/// Reads these images, and with `all` also the extents that none of them has. Extents go by their names in the
-/// store.
+/// Reads these images, and with `all` also the extents that none of them has. Extents go by their names in
+/// the store.
 fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> {
     let there = shown(store.extents())?;
     let mut found = Found {

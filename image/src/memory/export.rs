@@ -12,8 +12,8 @@ use crate::manifest::Manifest;
 use crate::store::{Digest, EXTENT, Index, Piece, Store};
 
 /// Writes the image `from` into the directory `to`, with the memory that the store at `store` has, of which
-/// `key` is the file of the key. `to` is empty, or made. `begin` gets the bytes that the store has and returns what counts those that are copied.
-/// Returns the bytes of memory, with zeros.
+/// `key` is the file of the key. `to` is empty, or made. `begin` gets the bytes that the store has and
+/// returns what counts those that are copied. Returns the bytes of memory, with zeros.
 pub fn export<P: Fn(u64) + Sync>(
     from: &Path,
     (store, key): (Option<PathBuf>, Option<PathBuf>),

@@ -47,7 +47,8 @@ impl Store {
             .find(|id| self.index(id).is_ok_and(|index| is_its(&index)))
     }
 
-    /// The names that all extents have in the store, with the sizes of their files. What is no regular file has none.
+    /// The names that all extents have in the store, with the sizes of their files. What is no regular file
+    /// has none.
     pub fn extents(&self) -> Result<BTreeMap<Digest, u64>, StoreError> {
         let mut found = BTreeMap::new();
         let mut visit = |fan: String| {

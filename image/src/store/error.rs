@@ -79,8 +79,8 @@ pub enum StoreError {
     #[error("the store at {} is encrypted", path.display())]
     #[problem(
         "FIRN-STORE-KEY",
-        "name the file of its key: `[images] store-key` for the node's store, --store-key for that of --store, \
-         --key for that of a push or pull"
+        "name the file of its key: `[images] store-key` for the node's store, --store-key for that of \
+         --store, --key for that of a push or pull"
     )]
     Encrypted { path: PathBuf },
     /// A key was named for a store that is not encrypted.

@@ -25,8 +25,8 @@ const LARGE: u64 = 1 << 20;
 /// Bytes of a block, and of an extent.
 const BLOCK: u64 = 4 << 20;
 
-/// Checks a checkpoint in a directory, and what it has in the store at `store`, of which `key` is the file of the
-/// key. False: it has no manifest.
+/// Checks a checkpoint in a directory, and what it has in the store at `store`, of which `key` is the file of
+/// the key. False: it has no manifest.
 pub fn check(dir: &Path, store: &Path, key: Option<&Path>) -> Result<bool> {
     let path = dir.join("firn.json");
     if !path.exists() {

@@ -74,7 +74,12 @@ async fn a_pause_that_does_not_freeze_is_tried_again() {
     let dir = tempfile::tempdir().unwrap();
     let runc = stub(&dir, FREEZES_LATE);
     runc.pause().await.unwrap();
-    let tried = || std::fs::read_to_string(dir.path().join("tried")).unwrap().lines().count();
+    let tried = || {
+        std::fs::read_to_string(dir.path().join("tried"))
+            .unwrap()
+            .lines()
+            .count()
+    };
     assert_eq!(tried(), 3);
     std::fs::write(dir.path().join("busy"), "").unwrap();
     assert_eq!(runc.pause().await.unwrap_err().to_string(), "unable to freeze");

@@ -5,7 +5,7 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,9 +64,8 @@ pub(super) fn pipe(owner: Owner, stream: Stream) -> Result<(OwnedFd, OwnedFd), E
 /// The source of stdin.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// A fifo, copied to the process through a pipe. `hold` keeps it from ending before the client requests
-    /// that.
-    Fifo { reader: OwnedFd, hold: OwnedFd },
+    /// A fifo, copied to the process through a pipe.
+    Fifo(Fifo),
     /// Any other file: the process reads it itself, because the reactor can wait for pipes only.
     Direct(OwnedFd),
 }
@@ -74,13 +73,23 @@ pub(super) enum Input {
 impl Input {
     pub(super) fn open(path: &Path) -> Result<Self, Error> {
         let open = || {
-            if !std::fs::metadata(path)?.file_type().is_fifo() {
-                return Ok(Self::Direct(File::open(path)?.into()));
-            }
-            let (reader, hold) = open_both_sides(path)?;
-            Ok(Self::Fifo { reader, hold })
+            Ok(match std::fs::metadata(path)?.file_type().is_fifo() {
+                true => Self::Fifo(Fifo(path.to_owned())),
+                false => Self::Direct(File::open(path)?.into()),
+            })
         };
         open().map_err(cannot_open(path, Stream::Stdin))
+    }
+}
+
+/// A client's stdin that is not opened yet.
+#[derive(Debug)]
+pub(super) struct Fifo(PathBuf);
+
+impl Fifo {
+    /// The side that is read, and one that keeps it from ending before the client requests that.
+    pub(super) fn open(self) -> Result<(OwnedFd, OwnedFd), Error> {
+        open_both_sides(&self.0).map_err(cannot_open(&self.0, Stream::Stdin))
     }
 }
 

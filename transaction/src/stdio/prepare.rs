@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::binary::Logger;
 use super::console::ConsoleSocket;
 use super::copier::Copier;
-use super::endpoint::{Input, Sink, log_file, pipe, watch};
+use super::endpoint::{Fifo, Input, Sink, log_file, pipe, watch};
 use super::pump::Source;
 use super::uri::Target;
 use super::{Error, StdioConfig, Stream};
@@ -44,14 +44,14 @@ pub struct Prepared {
     outputs: Vec<(Stream, OwnedFd, Sink)>,
     /// Receives the terminal that the runtime will send, and the target of its output.
     terminal: Option<(ConsoleSocket, Sink)>,
-    /// The client's stdin, and what holds it open.
-    input: Option<(OwnedFd, OwnedFd)>,
+    /// The client's stdin.
+    input: Option<Fifo>,
     logger: Option<Logger>,
 }
 
 impl StdioConfig {
-    /// Opens the client's side and creates the process's side. A logging binary is running and ready
-    /// afterwards.
+    /// Opens the client's side, but for stdin, and creates the process's side. A logging binary is running
+    /// and ready afterwards.
     pub async fn prepare(&self, owner: Owner, reaper: &Reaper) -> Result<Prepared, Error> {
         let stdin = self.stdin.as_deref().map(Input::open).transpose()?;
         let mut prepared = Prepared::default();
@@ -64,14 +64,14 @@ impl StdioConfig {
         match stdin {
             None => {}
             Some(Input::Direct(file)) => prepared.ends.stdin = Some(file),
-            Some(Input::Fifo { reader, hold }) => {
+            Some(Input::Fifo(fifo)) => {
                 if !self.terminal {
                     let (read, write) = pipe(owner, Stream::Stdin)?;
                     prepared.ends.stdin = Some(read);
                     let write = watch(write, Interest::WRITABLE, Stream::Stdin)?;
                     prepared.stdin = Some(Sink::Pipe(write, None));
                 }
-                prepared.input = Some((reader, hold));
+                prepared.input = Some(fifo);
             }
         }
         Ok(prepared)
@@ -195,7 +195,9 @@ impl Prepared {
             copier.terminal(Arc::clone(&master));
             stdin = Some(Sink::Terminal(master));
         }
-        if let (Some((reader, hold)), Some(sink)) = (self.input, stdin) {
+        if let (Some(input), Some(sink)) = (self.input, stdin) {
+            // Not before: a client that has written all looks for the process, to close its stdin.
+            let (reader, hold) = input.open()?;
             let reader = watch(reader, Interest::READABLE, Stream::Stdin)?;
             copier.input(Source::Pipe(reader), sink, hold);
         }

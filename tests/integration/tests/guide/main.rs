@@ -158,9 +158,10 @@ const PAGES: &[Story] = &[
             Do(exchange_is_shared),
             B(3),
             Do(b_counts),
-            A(4),
-            Do(a_counts),
+            Left(4, "the suite remote_stores pushes into an encrypted bucket"),
             A(5),
+            Do(a_counts),
+            A(6),
             Do(without_a_store),
         ],
         // The suite remote_stores has an object store.

@@ -1,6 +1,7 @@
 //! Real processes, fifos, files and terminals. The test acts as the client and the OCI runtime.
 
 mod logs;
+mod stdin;
 mod terminal;
 
 use std::fs::{self, File};
@@ -378,41 +379,6 @@ async fn output_survives_a_client_that_goes_and_comes_back() {
     copier.close_stdin();
     assert_eq!(exit_code(&child).await, 0);
     assert!(copier.drain(PATIENT).await);
-}
-
-#[tokio::test]
-async fn stdin_ends_only_when_it_is_closed() {
-    let client = Client::new();
-    let stdout = client.reader("stdout");
-    let mut prepared = client.prepare("stdin", "stdout", "", false).await;
-    let child = client.spawn(&mut prepared, "exec cat");
-    let mut copier = prepared.start().await.unwrap();
-    for text in ["one\n", "two\n"] {
-        // Each writer closes its side when it is dropped.
-        client.writer().write_all(text.as_bytes()).unwrap();
-        assert_eq!(read_line(&stdout).await, text);
-    }
-    let mut last = client.writer();
-    copier.close_stdin();
-    last.write_all(b"three").unwrap();
-    drop(last);
-    assert_eq!(exit_code(&child).await, 0);
-    assert!(copier.drain(PATIENT).await);
-    assert_eq!(read_all(stdout).await, "three");
-}
-
-#[tokio::test]
-async fn a_stdin_that_is_no_fifo_is_read_by_the_process() {
-    let client = Client::new();
-    let input = client.path("input");
-    fs::write(&input, "from a file").unwrap();
-    let stdout = client.reader("stdout");
-    let mut prepared = client.prepare(input.to_str().unwrap(), "stdout", "", false).await;
-    let child = client.spawn(&mut prepared, "exec cat");
-    let copier = prepared.start().await.unwrap();
-    assert_eq!(exit_code(&child).await, 0);
-    assert!(copier.drain(PATIENT).await);
-    assert_eq!(read_all(stdout).await, "from a file");
 }
 
 #[tokio::test]
