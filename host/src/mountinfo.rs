@@ -48,6 +48,11 @@ pub fn mounted() -> io::Result<Vec<MountEntry>> {
     read(Path::new(MOUNTINFO))
 }
 
+/// Whether one of these mounts is at this path.
+pub fn is_mount_point(mounts: &[MountEntry], path: &Path) -> bool {
+    mounts.iter().any(|mount| mount.mount_point == path)
+}
+
 fn read(file: &Path) -> io::Result<Vec<MountEntry>> {
     let mut mounts = Vec::new();
     bounded::each(file, b'\n', LONGEST, |line| {

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use firn_config::Config;
 use firn_host::ProblemReport;
+use firn_host::mountinfo::{MountEntry, mounted};
 use firn_image::store::{Digest, Index, Store, StoreError};
 use serde_json::json;
 
@@ -30,6 +31,7 @@ struct Facts {
     host: String,
     containerd: BTreeMap<Digest, String>,
     leftovers: BTreeMap<Digest, String>,
+    mounts: Vec<MountEntry>,
 }
 
 /// Why an index that was there at the beginning stays, if it does.
@@ -86,6 +88,8 @@ impl Facts {
             host: host.trim_end().to_owned(),
             containerd,
             leftovers: keep::of_leftovers(leftovers::directories(&config)),
+            // Without them, whatever has a file system is kept.
+            mounts: mounted().unwrap_or_default(),
         })
     }
 
@@ -116,7 +120,7 @@ impl Facts {
         if index.host != self.host && !args.other_hosts {
             return Some(format!("it is of host {}", index.host));
         }
-        keep::by_directory(index, id)
+        keep::by_directory(index, id, &self.mounts)
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::bounded::read_at_most;
-use firn_host::mountinfo::{MountEntry, mounted};
+use firn_host::mountinfo::{MountEntry, is_mount_point};
 use firn_host::{Absent, Problem};
 use firn_image::manifest::{MAX_BYTES, UntrustedDir, is_of_image};
 use firn_image::store::{Digest, Index};
@@ -60,11 +60,9 @@ fn named_by(manifest: &[u8]) -> Result<Option<Digest>, serde_json::Error> {
 
 /// Why an image directory needs the index: it names it, or may, if it cannot be read or understood, or if its
 /// checkpoint is not complete.
-pub fn by_directory(index: &Index, id: &Digest) -> Option<String> {
-    let is_mounted =
-        |mounts: Vec<MountEntry>, mount: &PathBuf| mounts.iter().any(|found| found.mount_point == *mount);
+pub fn by_directory(index: &Index, id: &Digest, mounts: &[MountEntry]) -> Option<String> {
     if let Some(mount) = &index.mount
-        && !mounted().is_ok_and(|mounts| is_mounted(mounts, mount))
+        && !is_mount_point(mounts, mount)
     {
         return Some(format!("{} is not mounted, where its image is", mount.display()));
     }
@@ -74,16 +72,19 @@ pub fn by_directory(index: &Index, id: &Digest) -> Option<String> {
 /// The indexes that images name which containerd has left or firn has rescued, each with such an image.
 pub fn of_leftovers(directories: Vec<PathBuf>) -> BTreeMap<Digest, String> {
     let named = |dir: PathBuf| {
-        let file = UntrustedDir::open(&dir).and_then(|dir| dir.file(names::MANIFEST));
-        let bytes = read_at_most(file.ok()?, MAX_BYTES).ok()??;
+        let bytes = manifest(&dir).ok()??;
         Some((named_by(&bytes).ok()??, format!("{} is there", dir.display())))
     };
     directories.into_iter().filter_map(named).collect()
 }
 
+/// The firn.json of an image directory; none if it is too large.
+fn manifest(dir: &Path) -> io::Result<Option<Vec<u8>>> {
+    read_at_most(UntrustedDir::open(dir)?.file(names::MANIFEST)?, MAX_BYTES)
+}
+
 fn needs(dir: &Path, index: &Digest) -> Option<String> {
-    let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
-    let is_named = match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
+    let is_named = match manifest(dir) {
         Err(error) if error.is_absent() => {
             let unfinished = has_files_of_an_image(dir);
             return unfinished.then(|| format!("{} has no firn.json yet", dir.display()));
@@ -226,6 +227,35 @@ mod tests {
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
         assert!(may_name(dir.path(), &index), "what cannot be read may name it");
+    }
+
+    #[test]
+    fn a_directory_whose_file_system_is_not_mounted_keeps_its_index() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = Digest::of(b"index");
+        let index = |mount: Option<&str>| Index {
+            checkpoint: "5b0f".to_owned(),
+            made: 0,
+            container: "job".to_owned(),
+            host: "node".to_owned(),
+            image: dir.path().join("none"),
+            mount: mount.map(PathBuf::from),
+            parent: None,
+            pieces: Vec::new(),
+        };
+        let root = MountEntry {
+            mount_point: "/".into(),
+            ..MountEntry::default()
+        };
+        for (mount, mounts, is_kept) in [
+            (Some("/mnt/images"), std::slice::from_ref(&root), true),
+            (Some("/"), std::slice::from_ref(&root), false),
+            (Some("/"), &[], true),
+            (None, &[], false),
+        ] {
+            let reason = by_directory(&index(mount), &id, mounts);
+            assert_eq!(reason.is_some(), is_kept, "{mount:?}: {reason:?}");
+        }
     }
 
     /// As a dump leaves it until its firn.json is written.

@@ -186,7 +186,7 @@ impl<'a> ImageCopy<'a> {
         ImageError::Read { path, source }.into()
     }
 
-    fn create(&self, name: &str) -> Result<File, ImageCopyError> {
+    pub(super) fn create(&self, name: &str) -> Result<File, ImageCopyError> {
         let path = self.to.join(name);
         let mut options = OpenOptions::new();
         let created = options.write(true).create_new(true).mode(0o600).open(&path);

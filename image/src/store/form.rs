@@ -34,7 +34,6 @@ const CHECK_DIGITS: usize = 16;
 const LONGEST_KEY: u64 = 1 << 10;
 
 /// The secret from which the keys of encrypted stores are made.
-#[derive(Clone)]
 pub struct Key([u8; 32]);
 
 impl std::fmt::Debug for Key {
@@ -89,7 +88,7 @@ impl Key {
 }
 
 /// What the operator asks of a store: the key of one that is encrypted, and how a new one is made.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Packing {
     /// An encrypted store is opened with it; a new one becomes encrypted.
     pub key: Option<Key>,
@@ -108,10 +107,8 @@ impl Packing {
 }
 
 /// How a store writes what it holds.
-#[derive(Clone)]
 pub struct Form(Packed);
 
-#[derive(Clone)]
 enum Packed {
     AsItIs,
     Framed {
@@ -120,7 +117,6 @@ enum Packed {
     },
 }
 
-#[derive(Clone)]
 struct Secret {
     names: [u8; 32],
     content: Aes256GcmSiv,

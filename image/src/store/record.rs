@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf, absolute};
 
 use firn_host::bounded::read_at_most;
-use firn_host::mountinfo::{MountEntry, mounted};
+use firn_host::mountinfo::{MountEntry, is_mount_point, mounted};
 use firn_host::{UnlessAbsent, atomic_file};
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +51,7 @@ impl Store {
             opened => opened.is_ok_and(|store| store.id() != last.id),
         };
         if let Some(last) = &last
-            && !mounts.iter().any(|mount| mount.mount_point == last.mount_point)
+            && !is_mount_point(mounts, &last.mount_point)
             && is_another(last)
         {
             return Err(StoreError::NotMounted {
@@ -153,6 +153,18 @@ mod tests {
         // Another file system there, as a tmpfs after the node has started again.
         let second = Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
         assert_ne!(first.id(), second.id());
+
+        // Another store was made on the disk below, by a firn that did not look.
+        fs::remove_dir_all(disk.join("firn")).unwrap();
+        Store::create(&root, &Packing::default()).unwrap();
+        let error = Store::create_among(&root, &records, &Packing::default(), &without).unwrap_err();
+        assert!(error.to_string().contains(second.id()), "{error}");
+        fs::remove_dir_all(disk.join("firn")).unwrap();
+        fs::create_dir_all(&root).unwrap();
+        // The disk is mounted, and the store's directory has become a file system of its own.
+        let own = mounts(&[Path::new("/"), &disk, &root]);
+        let third = Store::create_among(&root, &records, &Packing::default(), &own).unwrap();
+        assert_ne!(third.id(), second.id());
 
         // The operator has given it up.
         fs::remove_dir_all(disk.join("firn")).unwrap();

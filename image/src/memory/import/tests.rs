@@ -279,3 +279,19 @@ fn what_cannot_be_imported_leaves_nothing() {
     );
     assert_eq!(again.unwrap_err().code(), "FIRN-IMAGE-COPY", "it is in the store");
 }
+
+#[test]
+fn a_copy_that_fails_leaves_the_files_of_another_one() {
+    let inline = Inline::new();
+    let (from, out) = (inline.path("image"), inline.path("out"));
+    let copy = ImageCopy::begin(&from, &out).unwrap();
+    copy.create("mine.img").unwrap();
+    fs::write(out.join("other.img"), "").unwrap();
+    copy.end::<()>(Err(ImageCopyError::Small { dir: out.clone() }))
+        .unwrap_err();
+    let left: Vec<_> = fs::read_dir(out)
+        .unwrap()
+        .map(|file| file.unwrap().file_name())
+        .collect();
+    assert_eq!(left, ["other.img"]);
+}
