@@ -89,7 +89,9 @@ class Pauses(unittest.TestCase):
                 for number, operation in enumerate(("pause", "resume", "pause"), 1):
                     with open(f"{bundle}/firn-timings.json", "w", encoding="utf-8") as file:
                         json.dump(self.timing(operation, "a", number), file)
-                    time.sleep(0.1)
+                    end = time.monotonic() + 20
+                    while len(timings.in_order()) < number and time.monotonic() < end:
+                        time.sleep(0.01)
             self.assertEqual([found["op"] for found in timings.in_order()], ["pause", "resume", "pause"])
 
     def test_losses(self):

@@ -12,6 +12,7 @@ use super::kill::give_up;
 use super::start::exec_pid_file;
 use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError, moves};
+use firn_config::names::BUNDLE_OTHERS_CGROUP;
 use firn_host::Chain;
 use firn_transaction::cgroup::FreezerState;
 use firn_transaction::container::{Action, Container, InitState, Process};
@@ -126,6 +127,7 @@ async fn delete_init(container: &Arc<Container>) -> Result<(), TaskError> {
         }
         drain(&container.init).await;
     }
+    remove_cgroup(container).await;
     // A client that gets the error may try again.
     unmount_recursive(&container.bundle.join("rootfs"))
         .await
@@ -154,6 +156,30 @@ async fn thaw(container: &Container) {
         && !error.is_absent()
     {
         log::debug!("cannot thaw {}: {}", container.id, Chain(&error));
+    }
+}
+
+/// How long the kernel may take to let go of the cgroup of a container that has ended.
+const LET_GO: Duration = Duration::from_secs(2);
+
+/// runc waits a third of a second for the kernel to take the killed processes out of the cgroup. A busy host
+/// needs longer: runc then reports a success, and leaves the cgroup.
+async fn remove_cgroup(container: &Container) {
+    // A copy may run in its source's cgroup.
+    if container.bundle.join(BUNDLE_OTHERS_CGROUP).exists() {
+        return;
+    }
+    let removed = async {
+        let cgroup = container.cgroup()?;
+        match cgroup.primary_dir().ends_with(&container.id) && cgroup.pids()?.is_empty() {
+            true => cgroup.remove(LET_GO).await,
+            false => Ok(()),
+        }
+    };
+    if let Err(error) = removed.await
+        && !error.is_absent()
+    {
+        log::warn!("the cgroup of {} is left: {}", container.id, Chain(&error));
     }
 }
 

@@ -39,6 +39,12 @@ pub const POINTS: &[Point] = &[
         "FIRN-RUNTIME: cannot checkpoint container c: crun cannot do it. hint: run the container with runc",
     ),
     Point::same(
+        "1.3 runc: a cgroup that it leaves while the kernel is slow",
+        "exit code 137, cgroup left",
+        delete_of_slow_cgroup,
+    )
+    .better("exit code 137, cgroup gone"),
+    Point::same(
         "1.3 youki: a container's life",
         "exec 5, PAUSED, RUNNING, exit code 74",
         life_with_youki,
@@ -121,6 +127,34 @@ fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
 
 fn life_with_crun(place: &Place<'_>) -> Result<String> {
     life(place, "crun")
+}
+
+/// Does after runc's first `delete` what a busy kernel does: the cgroup is there.
+const SLOW_CGROUP: &str = r#"#!/bin/sh
+runc "$@" || exit
+for word; do
+    [ "$word" != delete ] || ! read -r cgroup </tmp/cgroup-of-c || { rm /tmp/cgroup-of-c; mkdir -p "$cgroup"; }
+done
+"#;
+
+fn delete_of_slow_cgroup(place: &Place<'_>) -> Result<String> {
+    const WRAPPER: &str = "/usr/local/bin/slow-cgroup";
+    let node = place.node();
+    node.write(WRAPPER, SLOW_CGROUP)?;
+    node.run(&["chmod", "+x", WRAPPER])?;
+    let container = place.start("c", &["--runc-binary", WRAPPER], "exec sleep 1000")?;
+    let find = "find /sys/fs/cgroup -type d -path '*/default/c' | head -n 1 | tee /tmp/cgroup-of-c";
+    let cgroup = node.run(&["sh", "-c", find])?.stdout;
+    let cgroup = cgroup.trim();
+    ensure!(!cgroup.is_empty(), "there is no cgroup");
+    Task::of(place.host, "c")?.kill("", 9, false).context("kill")?;
+    container.becomes("STOPPED")?;
+    let code = container.exit_code()?;
+    let is_left = node.run(&["test", "-d", cgroup]).is_ok();
+    node.run(&["sh", "-c", &format!("rmdir {cgroup}; rm {WRAPPER}")])?;
+    container.forget()?;
+    let left = if is_left { "left" } else { "gone" };
+    Ok(format!("exit code {code}, cgroup {left}"))
 }
 
 fn life_with_youki(place: &Place<'_>) -> Result<String> {
