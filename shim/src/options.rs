@@ -5,14 +5,16 @@ pub(crate) mod fuzz;
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::shim::oci;
 use firn_config::names;
+use firn_oci::Spec;
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, UnknownValueRef};
 
+use firn_transaction::cgroup::Cgroup;
 use firn_transaction::options::{MAX_FILE, RuncOptions};
 
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
@@ -87,13 +89,26 @@ pub(crate) fn is_sent_as(any: &Any) -> bool {
     matches!(type_name(any), RUNC_OPTIONS | RUNTIME_OPTIONS)
 }
 
-fn is_sent(any: &Any) -> bool {
-    !any.type_url.is_empty() || !any.value.is_empty()
+fn sent(any: Option<&Any>) -> Option<&Any> {
+    any.filter(|any| !any.type_url.is_empty() || !any.value.is_empty())
+}
+
+/// Options for the container of this spec: as [`runc_options`]. nerdctl sends none for other names than the
+/// stock shim's, but writes the cgroup's path for its own setting: `slice:prefix:name` is systemd's.
+pub(crate) fn options_of_task(any: Option<&Any>, bundle: &Path) -> Result<RuncOptions, DecodeError> {
+    let mut options = runc_options(any)?;
+    if sent(any).is_none() {
+        // What is wrong with the spec is reported by those who need more of it.
+        let spec = Spec::load(bundle).ok();
+        let path = spec.as_ref().and_then(Spec::cgroups_path);
+        options.systemd_cgroup = path.is_some_and(Cgroup::is_for_systemd);
+    }
+    Ok(options)
 }
 
 /// The options of a task as containerd sends them; none sent means defaults.
 pub(crate) fn runc_options(any: Option<&Any>) -> Result<RuncOptions, DecodeError> {
-    let Some(any) = any.filter(|any| is_sent(any)) else {
+    let Some(any) = sent(any) else {
         return Ok(RuncOptions::default());
     };
     match type_name(any) {
@@ -205,7 +220,7 @@ fn from_runtime_options(bytes: &[u8]) -> Result<RuncOptions, DecodeError> {
 
 /// The options of a checkpoint; none sent means defaults. [`PARENT_PATH`] is among the unknown fields.
 pub(crate) fn checkpoint_options(any: Option<&Any>) -> Result<oci::CheckpointOptions, DecodeError> {
-    let Some(any) = any.filter(|any| is_sent(any)) else {
+    let Some(any) = sent(any) else {
         return Ok(oci::CheckpointOptions::default());
     };
     match type_name(any) {

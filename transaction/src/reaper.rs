@@ -310,7 +310,7 @@ impl Output {
 #[derive(Debug, thiserror::Error)]
 pub enum OutputError {
     /// It did not start.
-    #[error("cannot run {program}")]
+    #[error("cannot run {program:?}")]
     Spawn { program: String, source: io::Error },
     /// Its pipes could not be read by the runtime.
     #[error("cannot read the output of {program}")]

@@ -4,7 +4,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::options::{restore_dir, runc_options};
+use crate::options::{options_of_task, restore_dir};
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use firn_transaction::unmount::unmount_recursive;
@@ -80,7 +80,7 @@ async fn build(
     cancel: &CancellationToken,
 ) -> Result<Arc<Container>, TaskError> {
     let bundle = PathBuf::from(&request.bundle);
-    let options = runc_options(request.options.as_ref())?;
+    let options = options_of_task(request.options.as_ref(), &bundle)?;
     options.save(&bundle)?;
     recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");

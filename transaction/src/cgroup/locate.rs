@@ -45,8 +45,7 @@ pub(super) fn by_spec(
         ("", true) => unit_path(DEFAULT_SLICE, "runc", id),
         ("", false) => PathBuf::from(id),
         (path, true) => {
-            let mut parts = path.splitn(3, ':');
-            let (Some(slice), Some(prefix), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
+            let Some((slice, prefix, name)) = unit(path) else {
                 return Err(CgroupError::SystemdPath {
                     path: path.to_owned(),
                 });
@@ -66,6 +65,19 @@ pub(super) fn by_spec(
     Ok(Cgroup {
         version: host.version,
         places,
+    })
+}
+
+/// Slice, prefix and name of a path in the form that the systemd driver takes.
+fn unit(path: &str) -> Option<(&str, &str, &str)> {
+    let mut parts = path.splitn(3, ':');
+    Some((parts.next()?, parts.next()?, parts.next()?))
+}
+
+/// Whether only the systemd driver can make sense of a `cgroupsPath`: `slice:prefix:name`.
+pub(super) fn is_of_systemd(path: &str) -> bool {
+    unit(path).is_some_and(|(slice, _, name)| {
+        (slice.is_empty() || slice.ends_with(".slice")) && !name.is_empty() && !path.contains('/')
     })
 }
 
@@ -144,6 +156,24 @@ mod tests {
             ]
         );
         assert!(Hierarchies::from_mounts(&[], Path::new(UNIFIED)).is_none());
+    }
+
+    #[test]
+    fn paths_of_the_systemd_driver_are_known_by_their_form() {
+        for path in ["system.slice:nerdctl:box", ":cri:box", "a-b.slice::box"] {
+            assert!(is_of_systemd(path), "{path}");
+        }
+        for path in [
+            "",
+            "/default/box",
+            "box",
+            "a:b",
+            "host:8080:box",
+            "/a.slice:b:c",
+            "a.slice:b:",
+        ] {
+            assert!(!is_of_systemd(path), "{path}");
+        }
     }
 
     #[test]

@@ -40,6 +40,9 @@ use crate::reaper::OutputError;
 pub use freezer::FreezerState;
 pub use oom::OomWatch;
 
+/// Exists where systemd runs the host: sd_booted(3).
+const SYSTEMD: &str = "/run/systemd/system";
+
 /// Lists the processes of a cgroup.
 const PROCS: &str = "cgroup.procs";
 
@@ -164,6 +167,12 @@ impl Cgroup {
     /// use.
     pub fn by_spec(cgroups_path: &str, id: &str, systemd: bool) -> Result<Self, CgroupError> {
         locate::by_spec(locate::host()?, cgroups_path, id, systemd)
+    }
+
+    /// Whether systemd is to make the cgroup of a `cgroupsPath` that comes without options: the path has the
+    /// form of its driver, and systemd runs the host.
+    pub fn is_for_systemd(cgroups_path: &str) -> bool {
+        locate::is_of_systemd(cgroups_path) && Path::new(SYSTEMD).is_dir()
     }
 
     /// v2: enables in the parent cgroups every controller that they have themselves, as far as the kernel

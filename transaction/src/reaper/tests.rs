@@ -51,7 +51,7 @@ async fn a_command_that_does_not_exist_is_an_error_and_leaves_nothing() {
         .output(&mut Command::new("/nonexistent"), SOON)
         .await
         .unwrap_err();
-    assert_eq!(error.to_string(), "cannot run /nonexistent");
+    assert_eq!(error.to_string(), "cannot run \"/nonexistent\"");
 }
 
 #[tokio::test]

@@ -38,6 +38,7 @@ pub const POINTS: &[Point] = &[
     .better(
         "FIRN-RUNTIME: cannot checkpoint container c: crun cannot do it. hint: run the container with runc",
     ),
+    Point::same("1.3 runc: a program that is not there", "\"no-runc\"", no_runtime),
     Point::same(
         "1.3 runc: a cgroup that it leaves while the kernel is slow",
         "exit code 137, cgroup left",
@@ -155,6 +156,15 @@ fn delete_of_slow_cgroup(place: &Place<'_>) -> Result<String> {
     container.forget()?;
     let left = if is_left { "left" } else { "gone" };
     Ok(format!("exit code {code}, cgroup {left}"))
+}
+
+fn no_runtime(place: &Place<'_>) -> Result<String> {
+    let run = place.run("c", &["--runc-binary", "no-runc"], &["true"])?;
+    nothing_left(place.host, "c")?;
+    // As containerd's own clients look for it; the rest is in Go's words, or in Rust's.
+    let name = "\"no-runc\"";
+    let named = if run.stderr.contains(name) { name } else { &run.stderr };
+    Ok(format!("{:?}, {named}", run.code))
 }
 
 fn life_with_youki(place: &Place<'_>) -> Result<String> {

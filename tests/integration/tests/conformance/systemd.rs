@@ -5,7 +5,9 @@ use std::fmt::Write as _;
 use anyhow::{Result, ensure};
 use firn_lab::{Container, STOCK, Task, describe, failure};
 use firn_node::wait_for;
+use serde_json::Value;
 
+use crate::manual::Bundle;
 use crate::runtimes::checkpoint_and_restore;
 use crate::{On, Place, Point};
 
@@ -27,6 +29,14 @@ pub const POINTS: &[Point] = &[
         "in /firn.slice/firn-test.slice/firn-c.scope",
         nested_slice,
     )
+    .on(On::Systemd),
+    // What nerdctl does under other runtime names than the stock shim's.
+    Point::same(
+        "1.3 systemd: slice, prefix and name without options",
+        "in system.slice:firn:hand",
+        without_options,
+    )
+    .better("in /system.slice/firn-hand.scope, ends")
     .on(On::Systemd),
     Point::same(
         "1.3 systemd: checkpoint and restore",
@@ -135,6 +145,32 @@ fn life(place: &Place<'_>) -> Result<String> {
 fn wrong_name(place: &Place<'_>) -> Result<String> {
     let output = place.run("c", &["--runc-systemd-cgroup", "--cgroup", "/plain/c"], &["true"])?;
     Ok(output.stderr)
+}
+
+fn without_options(place: &Place<'_>) -> Result<String> {
+    let bundle = Bundle::new(place, "hand", &Value::Null)?;
+    let file = format!("{}/config.json", bundle.dir);
+    let mut spec: Value = serde_json::from_str(&place.node().read(&file)?)?;
+    spec["linux"]["cgroupsPath"] = "system.slice:firn:hand".into();
+    place.node().write(&file, spec.to_string())?;
+    let shim = bundle.start()?;
+    let pid = bundle.run(&shim, None)?;
+    let table = place.node().read(format!("/proc/{pid}/cgroup"))?;
+    let path = table
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or_default();
+    let inside = path.find("system.slice").unwrap_or_default();
+    let slash = if path[inside..].starts_with("system.slice/") {
+        "/"
+    } else {
+        ""
+    };
+    let seen = format!("in {slash}{}", &path[inside..]);
+    bundle.kill(&shim)?;
+    shim.end()?;
+    bundle.remove()?;
+    Ok(format!("{seen}, ends, {}", no_scope(place)?))
 }
 
 fn nested_slice(place: &Place<'_>) -> Result<String> {
