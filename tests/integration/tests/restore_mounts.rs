@@ -204,9 +204,61 @@ fn libraries_stay_where_the_checkpoint_has_them(platform: Platform) -> Result<()
     )
 }
 
+/// A directory of a configMap, and a file of it once more as subPath: the kubelet's mounts.
+const CONFIG: [&str; 2] = [
+    "type=bind,src=/srv/config,dst=/config,options=rbind:ro:rprivate",
+    "type=bind,src=/srv/subpath/0,dst=/app.conf,options=rbind:ro:rprivate",
+];
+
+/// With the stock shim the file of the second mount can be written in the copy.
+fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<()> {
+    on([host(platform, "mt-ro", 1)?], |[a]| {
+        let make = "mkdir -p /srv/config/data /srv/subpath; echo text >/srv/config/data/app.conf; \
+                    touch /srv/subpath/0; mount --bind /srv/config/data/app.conf /srv/subpath/0";
+        a.node().run(&["sh", "-ec", make])?;
+        for gpu in [true, false] {
+            let options = ["--runtime", FIRN, "--mount", CONFIG[0], "--mount", CONFIG[1]];
+            let source = match gpu {
+                true => Container::count_with(a, "job", &["0"], 1, &options, &[])?,
+                false => Container::beat(a, "job", &options, "")?,
+            };
+            let write = |container: &Container<'_>| {
+                let script = "for file in /config/data/app.conf /app.conf; do
+                                  if (echo more >>$file) 2>/dev/null; then echo $file is written; fi
+                              done; grep -E ' /(config|app.conf) ' /proc/self/mountinfo | cut -d ' ' -f 5,6";
+                container.exec(&["sh", "-c", script])
+            };
+            let before = write(&source)?;
+            ensure!(
+                !before.contains("written") && before.contains("/app.conf ro"),
+                "{before}"
+            );
+            a.node().run(&[
+                "ctr",
+                "containers",
+                "checkpoint",
+                "--task",
+                "--rw",
+                "job",
+                "checkpoint/job",
+            ])?;
+            source.remove()?;
+            a.node()
+                .run(&["ctr", "containers", "restore", "--live", "job", "checkpoint/job"])?;
+            let copy = Container::known(a, "job");
+            assert_eq!(write(&copy)?, before, "gpu: {gpu}");
+            copy.remove()?;
+            a.remove_image("checkpoint/job")?;
+        }
+        a.node().run(&["umount", "/srv/subpath/0"])?;
+        a.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         programs_started_after_a_restore_find_the_driver [FORKY];
+        read_only_mounts_are_read_only_after_a_restore [FORKY, TRIXIE];
         libraries_stay_where_the_checkpoint_has_them [FORKY];
         a_node_with_its_driver_elsewhere_restores [FORKY, TRIXIE];
     })

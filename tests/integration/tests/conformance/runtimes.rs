@@ -163,7 +163,11 @@ fn no_runtime(place: &Place<'_>) -> Result<String> {
     nothing_left(place.host, "c")?;
     // As containerd's own clients look for it; the rest is in Go's words, or in Rust's.
     let name = "\"no-runc\"";
-    let named = if run.stderr.contains(name) { name } else { &run.stderr };
+    let named = if run.stderr.contains(name) {
+        name
+    } else {
+        &run.stderr
+    };
     Ok(format!("{:?}, {named}", run.code))
 }
 
