@@ -32,7 +32,7 @@ pub fn go_lacks() -> Option<String> {
 /// The command of this package (`example.org/module/cmd/name`) at this version (`v1.2.3`), built if it is not
 /// kept yet.
 ///
-/// Modules whose `go.mod` replaces others cannot be built so.
+/// Modules whose `go.mod` replaces others cannot be built so; see [`go_build_of`].
 pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     let Some((_, name)) = package.rsplit_once('/') else {
         bail!("not a package: {package}")
@@ -53,6 +53,47 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     built
         .and_then(|()| Ok(fs::rename(new.path().join(name), &kept)?))
         .with_context(|| format!("build {package} {version}"))?;
+    progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
+    Ok(kept)
+}
+
+/// As [`go_install`], for a module that cannot be installed as it is: `prepare` edits a copy of its source,
+/// in which `package` is a directory.
+pub fn go_build_of(
+    module: &str,
+    version: &str,
+    package: &str,
+    prepare: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
+    let name = package.rsplit_once('/').map_or(package, |(_, name)| name);
+    let store = Store::open()?.go()?;
+    let kept = store.join(format!("{name}-{version}"));
+    let _lock = lock(&store.join(format!("{name}.lock")))?;
+    if kept.exists() {
+        return Ok(kept);
+    }
+    progress(&format!("building {module} {version}: a minute or more, once"));
+    let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
+    let build = || -> Result<()> {
+        let download = go(&["mod", "download", "-json", &format!("{module}@{version}")]);
+        let found = host::output({ download }.current_dir(new.path()))?;
+        let found: serde_json::Value = serde_json::from_str(&found)?;
+        let dir = found["Dir"].as_str().context("the module has no directory")?;
+        let source = new.path().join("source");
+        host::run(Command::new("cp").args(["-r", dir]).arg(&source))?;
+        host::run(Command::new("chmod").args(["-R", "u+w"]).arg(&source))?;
+        prepare(&source)?;
+        let program = new.path().join(name);
+        let mut build = go(&["build", "-mod=mod", "-trimpath", "-buildvcs=false", "-o"]);
+        host::run(
+            build
+                .arg(&program)
+                .arg(format!("./{package}"))
+                .current_dir(&source),
+        )?;
+        Ok(fs::rename(program, &kept)?)
+    };
+    build().with_context(|| format!("build {module} {version}"))?;
     progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
     Ok(kept)
 }

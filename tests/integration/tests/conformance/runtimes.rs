@@ -134,7 +134,7 @@ fn life_with_crun(place: &Place<'_>) -> Result<String> {
 const SLOW_CGROUP: &str = r#"#!/bin/sh
 runc "$@" || exit
 for word; do
-    [ "$word" != delete ] || ! read -r cgroup </tmp/cgroup-of-c || { rm /tmp/cgroup-of-c; mkdir -p "$cgroup"; }
+    [ "$word" != delete ] || ! read -r cgroup </tmp/cgroup-of-c || { rm /tmp/cgroup-of-c; mkdir "$cgroup"; }
 done
 "#;
 
