@@ -103,6 +103,7 @@ const PAGES: &[Story] = &[
             Left(1, "needs a cluster"),
             Left(2, "needs a kubelet; the suite cri makes its call"),
             Left(3, "needs crictl; the suite cri makes its calls"),
+            Left(4, "needs buildah and a registry"),
         ],
         replace: &[],
     },
