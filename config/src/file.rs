@@ -150,6 +150,9 @@ sections! {
         /// Whether containers of Kubernetes may be made from checkpoints. By containerd's CRI whoever may
         /// make a pod names the checkpoint as the container's image.
         pub cri: bool = false,
+        /// Where the checkpoints are that pods may name: a directory for each namespace of Kubernetes that
+        /// may. Default: none may.
+        pub from_dir: Option<PathBuf> = None,
     }
 
     /// `[images]`

@@ -28,6 +28,26 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
+/// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
+/// `CONTAINER=NAME,...` for some of its containers.
+pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
+
+/// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
+pub const ANNOTATION_RESTORE_FALLBACK: &str = "firn.dev/restore-fallback";
+
+/// Annotation of a pod: whether a container that the kubelet starts again is restored again (`again`) or
+/// starts without its checkpoint (`cold`).
+pub const ANNOTATION_RESTORE_RESTARTS: &str = "firn.dev/restore-restarts";
+
+/// Annotations by containerd's CRI plugin: the pod's namespace, and the container's name in the pod.
+pub const ANNOTATION_CRI_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+/// See [`ANNOTATION_CRI_NAMESPACE`].
+pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
+
+/// Annotation by the kubelet, where the runtime handler passes it on: how often it has started this container
+/// of the pod again.
+pub const ANNOTATION_RESTARTS: &str = "io.kubernetes.container.restartCount";
+
 /// Annotation: `none` asserts that the container's processes share no GPU memory with each other,
 /// `released-by-hook` that they share none once the prepare hook was called.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";

@@ -17,6 +17,7 @@ mod convert;
 mod image;
 mod killed_criu;
 mod late;
+mod layer;
 mod libraries;
 mod loopback;
 mod memory;
@@ -66,6 +67,8 @@ run by the shim; results are JSON on standard output:
   memory             copies memory of stopped processes: reads what to copy as JSON
                      from standard input
   replay BUNDLE      makes what createContainer hooks make, for a restore
+  apply-layer ROOT ARCHIVE
+                     unpacks the files that a container had written
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
@@ -119,6 +122,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["call"] => call::run(),
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
+        ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
         ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),

@@ -8,8 +8,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::pin::Pin;
 
+use firn_config::Config;
 use firn_gpu::Backend;
-use firn_host::ProblemLine;
+use firn_host::{Chain, ProblemLine};
 use firn_oci::job_hook::{self, JobHook, JobHookError};
 use firn_oci::{Spec, SpecError};
 
@@ -20,7 +21,7 @@ use crate::gpu_request;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
-use crate::restore::{self, Preparation, RestoreError};
+use crate::restore::{self, Preparation, Refusal, RestoreError, Wish};
 use crate::runc::Runc;
 use crate::warn::OrWarn;
 
@@ -49,6 +50,8 @@ pub struct PreparedBundle {
     pub runc: Runc,
     /// Absent for a container that is not restored.
     pub restore: Option<PreparedRestore>,
+    /// Why a container that its pod wanted to have restored is created without its checkpoint.
+    pub fallback: Option<PrepareError>,
 }
 
 /// Why a container is not created. Nothing has been started.
@@ -67,64 +70,171 @@ pub enum PrepareError {
 }
 
 /// Edits the bundle so that the OCI runtime can use it.
+///
+/// A pod's annotations may name a checkpoint for the container. If that cannot be restored, and they allow
+/// it, the container is created without.
 pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
-    let (id, bundle, reaper) = (request.id, request.bundle, request.reaper);
-    let mut options = request.options;
-    let spec = Spec::load(bundle)?;
-    let mut resolved =
-        gpu_request::resolve(spec, bundle, options.wrapper(), request.image.is_some(), reaper).await?;
-    if resolved.gpu || job_hook::asserts_release(&resolved.spec) {
-        let labels = request.labels.await;
-        // A pod's annotation is that of all its containers: one without devices need not have hooks.
-        let is_meant = resolved.gpu || resolved.spec.has_other_gpus();
-        let is_meant = is_meant || JobHook::Prepare.is_named_by(&resolved.spec, &labels);
-        if is_meant && job_hook::prepare(&mut resolved.spec, &labels)? {
-            resolved.spec.save(bundle)?;
-        }
-    }
-    let (spec, gpu) = (&resolved.spec, resolved.gpu);
-    if let Some(runtime) = &resolved.runtime {
-        options.binary_name.clone_from(runtime);
-    }
-    let mut traits = traits_of(spec, gpu);
-    let runc = Runc::new(id, request.namespace, bundle, &options, reaper.clone());
-    let restore = match request.image {
-        Some(image) => {
-            let preparation = Preparation {
-                id,
-                options: &options,
-                bundle,
-                image,
-                runc: &runc,
-                reaper,
-                cancel: request.cancel,
-            };
-            Some(preparation.prepare(&resolved).await?)
-        }
-        None => {
-            mark_shared_cgroup(id, &options, spec, bundle);
-            None
-        }
+    let Request {
+        bundle,
+        image,
+        reaper,
+        ..
+    } = request;
+    let given = Spec::load(bundle)?;
+    let mut labels = Labels::Due(request.labels);
+    let attempt = Attempt {
+        id: request.id,
+        namespace: request.namespace,
+        bundle,
+        options: &request.options,
+        reaper,
+        cancel: request.cancel,
     };
-    let part = restore.as_ref().and_then(|restore| restore.gpu.as_ref());
-    if let Some(part) = part.filter(|part| part.device_free) {
-        traits.device_free = true;
-        if !part.has_nvidia {
-            traits.backend = Backend::None;
-        }
-    }
-    traits.criu = match part {
-        // The restore has edited the bundle already.
-        Some(part) => Some(part.criu.clone()),
-        None if traits.by_firn() => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
-        None => None,
+    let wish = match image {
+        Some(image) => return attempt.prepare(given, &mut labels, Some(image), false).await,
+        None => Wish::of(&given).map_err(|cause| refused(bundle, cause))?,
     };
-    Ok(PreparedBundle {
-        options,
-        traits,
-        runc,
-        restore,
+    let Some(wish) = wish else {
+        return attempt.prepare(given, &mut labels, None, false).await;
+    };
+    let restored = async {
+        let config = Config::load().map_err(|cause| refused(bundle, cause))?;
+        let named = wish.find(&config).map_err(|cause| refused(bundle, cause))?;
+        let image = Some(&*named.image);
+        let prepared = attempt.prepare(given.clone(), &mut labels, image, true).await?;
+        Ok((prepared, named))
+    };
+    let (prepared, named) = match restored.await {
+        Ok(restored) => restored,
+        Err(error) if wish.falls_back && !request.cancel.is_cancelled() => {
+            log::warn!(
+                "container {} starts without its checkpoint: {}",
+                request.id,
+                Chain(&error)
+            );
+            given.save(bundle)?;
+            let prepared = attempt.prepare(given, &mut labels, None, false).await?;
+            return Ok(PreparedBundle {
+                fallback: Some(error),
+                ..prepared
+            });
+        }
+        Err(error) => return Err(error),
+    };
+    // Order matters: a container that starts without its checkpoint must not find its files. A layer that was
+    // unpacked in part fails the Create: the kubelet makes another container, with files of its own.
+    let unpacked = named.unpack_layer(bundle, reaper).await;
+    unpacked.map_err(|cause| refused(&named.image, cause))?;
+    log::info!(
+        "container {} is restored from {}",
+        request.id,
+        named.image.display()
+    );
+    Ok(prepared)
+}
+
+fn refused(image: &Path, cause: impl Into<Refusal>) -> PrepareError {
+    PrepareError::Restore(RestoreError::Refused {
+        image: image.to_owned(),
+        cause: cause.into(),
     })
+}
+
+/// The container's labels, which are asked for once at most.
+enum Labels<'a> {
+    Due(Pin<Box<dyn Future<Output = BTreeMap<String, String>> + Send + 'a>>),
+    Known(BTreeMap<String, String>),
+}
+
+impl Labels<'_> {
+    async fn get(&mut self) -> &BTreeMap<String, String> {
+        if let Self::Due(labels) = self {
+            *self = Self::Known(labels.await);
+        }
+        match self {
+            Self::Known(labels) => labels,
+            Self::Due(_) => unreachable!("they are known by now"),
+        }
+    }
+}
+
+/// A container with or without a checkpoint.
+struct Attempt<'a> {
+    id: &'a str,
+    namespace: &'a str,
+    bundle: &'a Path,
+    options: &'a RuncOptions,
+    reaper: &'a Reaper,
+    cancel: &'a CancellationToken,
+}
+
+impl Attempt<'_> {
+    async fn prepare(
+        &self,
+        spec: Spec,
+        labels: &mut Labels<'_>,
+        image: Option<&Path>,
+        by_operator: bool,
+    ) -> Result<PreparedBundle, PrepareError> {
+        let (id, bundle, reaper) = (self.id, self.bundle, self.reaper);
+        let mut options = self.options.clone();
+        let mut resolved =
+            gpu_request::resolve(spec, bundle, options.wrapper(), image.is_some(), reaper).await?;
+        if resolved.gpu || job_hook::asserts_release(&resolved.spec) {
+            let labels = labels.get().await;
+            // A pod's annotation is that of all its containers: one without devices need not have hooks.
+            let is_meant = resolved.gpu || resolved.spec.has_other_gpus();
+            let is_meant = is_meant || JobHook::Prepare.is_named_by(&resolved.spec, labels);
+            if is_meant && job_hook::prepare(&mut resolved.spec, labels)? {
+                resolved.spec.save(bundle)?;
+            }
+        }
+        let (spec, gpu) = (&resolved.spec, resolved.gpu);
+        if let Some(runtime) = &resolved.runtime {
+            options.binary_name.clone_from(runtime);
+        }
+        let mut traits = traits_of(spec, gpu);
+        let runc = Runc::new(id, self.namespace, bundle, &options, reaper.clone());
+        let restore = match image {
+            Some(image) => {
+                let preparation = Preparation {
+                    id,
+                    options: &options,
+                    bundle,
+                    image,
+                    by_operator,
+                    runc: &runc,
+                    reaper,
+                    cancel: self.cancel,
+                };
+                Some(preparation.prepare(&resolved).await?)
+            }
+            None => {
+                mark_shared_cgroup(id, &options, spec, bundle);
+                None
+            }
+        };
+        let part = restore.as_ref().and_then(|restore| restore.gpu.as_ref());
+        if let Some(part) = part.filter(|part| part.device_free) {
+            traits.device_free = true;
+            if !part.has_nvidia {
+                traits.backend = Backend::None;
+            }
+        }
+        traits.criu = match part {
+            // The restore has edited the bundle already.
+            Some(part) => Some(part.criu.clone()),
+            None if traits.by_firn() => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
+            None => None,
+        };
+        Ok(PreparedBundle {
+            options,
+            traits,
+            runc,
+            restore,
+            fallback: None,
+        })
+    }
 }
 
 fn traits_of(spec: &Spec, gpu: bool) -> ContainerTraits {

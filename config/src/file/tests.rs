@@ -173,7 +173,14 @@ fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
             names::ANNOTATION_NCCL,
             names::ANNOTATION_EXEC,
             names::ANNOTATION_PAUSE,
+            names::ANNOTATION_RESTORE_FROM,
+            names::ANNOTATION_RESTORE_FALLBACK,
+            names::ANNOTATION_RESTORE_RESTARTS,
         ];
+        assert_eq!(
+            runtime["container_annotations"][0].as_str(),
+            Some(names::ANNOTATION_RESTARTS)
+        );
         assert_eq!(
             passed.iter().filter_map(|name| name.as_str()).collect::<Vec<_>>(),
             known

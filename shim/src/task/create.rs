@@ -17,6 +17,7 @@ use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Process, StdioPaths};
 use firn_transaction::create as preparation;
+use firn_transaction::journal::Operation;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::recovery;
 use firn_transaction::runc;
@@ -129,6 +130,11 @@ async fn build_mounted(
         cancel,
     })
     .await?;
+    if let Some(refusal) = prepared.fallback {
+        let code = TaskError::from(refusal).of_firn();
+        let operation = Operation::Restore.name();
+        service.publisher.ended(&request.id, operation, Err(code));
+    }
     let restores = prepared.restore.is_some();
     let stdio = StdioPaths {
         stdin: request.stdin.clone(),

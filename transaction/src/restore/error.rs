@@ -9,6 +9,7 @@ use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::dev_repair::DevError;
 
 use super::compare::Differs;
+use super::named::NameError;
 use crate::cgroup::CgroupError;
 use crate::driver::WorkerError;
 use crate::job_hook::HookError;
@@ -40,6 +41,14 @@ pub enum Refusal {
         "cri = true under [restore] in the configuration allows them"
     )]
     Cri,
+    #[error(transparent)]
+    Named(#[from] NameError),
+    #[error("cannot unpack {layer}, the files that the container had written: {output}")]
+    #[problem(
+        "FIRN-RESTORE-FROM",
+        "see that the archive is complete and that the disk is not full"
+    )]
+    Layer { layer: PathBuf, output: String },
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
     #[error(transparent)]

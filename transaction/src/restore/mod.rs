@@ -19,6 +19,7 @@ mod compare;
 mod container;
 mod device_free;
 mod error;
+mod named;
 mod phases;
 mod prepare;
 mod rollback;
@@ -26,7 +27,9 @@ mod run;
 #[cfg(test)]
 mod testing;
 
+pub(crate) use error::Refusal;
 pub use error::RestoreError;
+pub(crate) use named::Wish;
 pub use prepare::{Preparation, in_use};
 pub use rollback::LOG;
 pub use run::{Restored, run};

@@ -45,6 +45,8 @@ pub struct Preparation<'a> {
     pub options: &'a RuncOptions,
     pub bundle: &'a Path,
     pub image: &'a Path,
+    /// Whether the operator has put the image there for containers of this kind.
+    pub by_operator: bool,
     pub runc: &'a Runc,
     pub reaper: &'a Reaper,
     pub cancel: &'a CancellationToken,
@@ -63,7 +65,7 @@ impl Preparation<'_> {
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
         let (bundle, image) = (self.bundle, self.image);
         let mut spec = resolved.spec.clone();
-        if spec.is_cri() && !compare::configured().restore.cri {
+        if spec.is_cri() && !self.by_operator && !compare::configured().restore.cri {
             return Err(Refusal::Cri);
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
@@ -439,8 +441,7 @@ async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
     }
 }
 
-/// The directories from which the node's CDI files mount libraries, by firn-hook: the shim reads no YAML.
-/// Called only for a file that is nowhere else.
+/// The directories of libraries in the node's CDI files, by firn-hook: the shim reads no YAML.
 async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
     let directories = printed(Command::new(hook).arg("library-dirs"), HELPER, reaper).await;
     let directories = directories.inspect_err(|error| log::warn!("firn-hook: {error}"));

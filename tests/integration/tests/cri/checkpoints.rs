@@ -48,13 +48,13 @@ pub const POINTS: &[Point] = &[
         .on(|suite| !suite.has_cri_checkpoint()),
 ];
 
-const ARCHIVE: &str = "/tmp/checkpoint.tar";
+pub const ARCHIVE: &str = "/tmp/checkpoint.tar";
 const BLOBS: &str = "/var/lib/containerd/io.containerd.content.v1.content/blobs/sha256";
 const LIMIT: Duration = Duration::from_secs(60);
 const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/count; sleep 0.05; done";
 
 /// Calls CheckpointContainer as the kubelet does.
-fn checkpoint(container: &Ctr<'_>) -> Result<()> {
+pub fn checkpoint(container: &Ctr<'_>) -> Result<()> {
     let request = json!({ "containerId": container.id, "location": ARCHIVE, "timeout": "60" });
     container.cri.call("CheckpointContainer", &request).map(drop)
 }
@@ -228,7 +228,7 @@ fn gpu(cri: Cri<'_>) -> Result<String> {
 }
 
 /// Waits until the counter has gone further than this, every element of its memory right.
-fn computes(container: &Ctr<'_>, iteration: u64) -> Result<u64> {
+pub fn computes(container: &Ctr<'_>, iteration: u64) -> Result<u64> {
     let log = format!("{BUNDLES}/{}/rootfs{LOG}", container.id);
     wait_for(&format!("iteration {iteration}"), LIMIT, || {
         let lines = Lines::parse(&container.cri.host.node().read(&log).unwrap_or_default());

@@ -67,6 +67,18 @@ impl<'h> Cri<'h> {
         self.pod_of(config)
     }
 
+    /// As [`Cri::pod`], with a network of its own, in which CUDA's sockets have names that a replica has too,
+    /// and with these annotations.
+    pub fn pod_annotated(self, name: &str, annotations: &Value) -> Result<Pod<'h>> {
+        let options = json!({ "network": "POD", "pid": "CONTAINER" });
+        self.pod_of(json!({
+            "metadata": { "name": name, "namespace": "default", "uid": format!("uid-{name}"), "attempt": 0 },
+            "logDirectory": format!("{LOGS}/{name}"),
+            "annotations": annotations,
+            "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },
+        }))
+    }
+
     /// Runs a pod by its whole configuration.
     pub fn pod_of(self, config: Value) -> Result<Pod<'h>> {
         let request = json!({ "config": config, "runtimeHandler": self.way.handler() });

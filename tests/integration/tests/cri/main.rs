@@ -11,6 +11,7 @@
 mod checkpoints;
 mod client;
 mod hosts;
+mod named;
 mod pods;
 mod resources;
 mod streams;
@@ -99,6 +100,7 @@ fn points() -> Vec<Point> {
         streams::POINTS,
         resources::POINTS,
         checkpoints::POINTS,
+        named::POINTS,
     ]
     .concat()
 }

@@ -104,6 +104,7 @@ const PAGES: &[Story] = &[
             Left(2, "needs a kubelet; the suite cri makes its call"),
             Left(3, "needs crictl; the suite cri makes its calls"),
             Left(4, "needs buildah and a registry"),
+            Left(5, "needs an archive of the kubelet; the suite cri has one"),
         ],
         replace: &[],
     },

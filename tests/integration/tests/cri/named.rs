@@ -1,0 +1,200 @@
+//! Containers that are restored because an annotation of their pod names a checkpoint.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{LOG, failure};
+use firn_node::wait_for;
+use serde_json::{Value, json};
+
+use crate::Point;
+use crate::checkpoints::{ARCHIVE, checkpoint, computes};
+use crate::client::{BUNDLES, Cri, Ctr};
+
+pub const POINTS: &[Point] = &[
+    Point::new(
+        "restore by name: replicas with GPUs from one checkpoint",
+        "two go on, on both GPUs, with the files",
+        replicas,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by name: what is not allowed or not there",
+        "refused: FIRN-RESTORE-FROM, FIRN-RESTORE-FROM, FIRN-RESTORE-FROM; cold with fallback: true",
+        absent,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by name: a checkpoint that does not fit",
+        "refused: FIRN-GPU-COUNT; cold with fallback: true",
+        unfit,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by name: a container that the kubelet starts again",
+        "again goes on, cold begins",
+        restarts,
+    )
+    .firn_only(),
+];
+
+const FROM: &str = "/var/lib/firn/named";
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A counter that has written a file as well as its log.
+fn counter() -> Value {
+    let count = format!("echo text >/written; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8");
+    json!(["sh", "-c", count])
+}
+
+fn on_gpu(gpu: u32) -> Value {
+    json!({ "command": counter(), "CDIDevices": [{ "name": format!("nvidia.com/gpu={gpu}") }] })
+}
+
+/// Puts a checkpoint of a counter under this name: the kubelet's archive, or where CRI makes none, what ctr
+/// makes and the written layer. Returns how far it was at least.
+fn keep(cri: Cri<'_>, name: &str) -> Result<u64> {
+    let pod = cri.pod_annotated("source", &json!({}))?;
+    let container = pod.start_with("c", &on_gpu(0))?;
+    let before = computes(&container, 3)?;
+    let node = cri.host.node();
+    let dir = format!("{FROM}/default/{name}");
+    node.run(&["mkdir", "-p", &dir])?;
+    if cri.host.suite().has_cri_checkpoint() {
+        checkpoint(&container)?;
+        node.run(&["tar", "-xf", ARCHIVE, "-C", &dir])?;
+        node.run(&["rm", ARCHIVE])?;
+    } else {
+        let image = format!("{dir}/checkpoint");
+        let layer = format!(
+            "upper=$(grep '{}/rootfs ' /proc/mounts | grep -o 'upperdir=[^,]*' | cut -d = -f 2); \
+             ctr -n k8s.io tasks checkpoint --exit --image-path {image} {}; \
+             tar -C $upper -cf {dir}/rootfs-diff.tar .",
+            container.id, container.id
+        );
+        node.run(&["sh", "-ec", &layer])?;
+        container.ended()?;
+    }
+    pod.remove(&[&container])?;
+    Ok(before)
+}
+
+/// Runs the story with checkpoints that pods of the namespace `default` may name.
+fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> {
+    cri.host
+        .configure(&format!("[restore]\nfrom-dir = \"{FROM}\"\n"))?;
+    let done = story();
+    cri.host.configure("")?;
+    cri.host.node().run(&["rm", "-rf", FROM])?;
+    done
+}
+
+/// The first iteration that is in the container's log, which a restored one has from its checkpoint, and
+/// where it began itself.
+fn first_written(container: &Ctr<'_>) -> Result<String> {
+    let log = format!("{BUNDLES}/{}/rootfs{LOG}", container.id);
+    container.cri.host.node().read(log)
+}
+
+fn replicas(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let before = keep(cri, "warm")?;
+        let mut running = Vec::new();
+        for gpu in [0, 1] {
+            let annotations = json!({ "firn.dev/restore-from": "c=warm" });
+            let pod = cri.pod_annotated(&format!("replica-{gpu}"), &annotations)?;
+            let copy = pod.start_with("c", &on_gpu(gpu))?;
+            computes(&copy, before + 2)?;
+            let text = copy.exec("cat /written")?;
+            ensure!(text.contains("text"), "the written file has {text:?}");
+            running.push((pod, copy));
+        }
+        let memory = cri.host.gpu_memory()?;
+        let used = memory.iter().filter(|mib| **mib > 0).count();
+        ensure!(used == 2, "GPU memory: {memory:?}");
+        for (pod, copy) in running {
+            pod.remove(&[&copy])?;
+        }
+        Ok("two go on, on both GPUs, with the files".to_owned())
+    })
+}
+
+/// Starts a container that is refused, and returns the code.
+fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
+    let pod = cri.pod_annotated("refused", annotations)?;
+    let container = pod.create("c", special)?;
+    let output = failure(container.start())?;
+    pod.remove(&[&container])?;
+    let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
+    Ok(code.context(output.clone())?.trim_end_matches(':').to_owned())
+}
+
+/// Whether a container with fallback begins at its first iteration.
+fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
+    let pod = cri.pod_annotated("fallback", annotations)?;
+    let container = pod.start_with("c", special)?;
+    let log = wait_for("its log", LIMIT, || {
+        let log = first_written(&container).unwrap_or_default();
+        Ok((log.lines().count() > 3).then_some(log))
+    })?;
+    pod.remove(&[&container])?;
+    Ok(log.contains("iter=0 "))
+}
+
+fn absent(cri: Cri<'_>) -> Result<String> {
+    let named = |name: &str| json!({ "firn.dev/restore-from": name });
+    let mut codes = vec![refused(cri, &named("warm"), &on_gpu(0))?];
+    allowed(cri, || {
+        codes.push(refused(cri, &named("warm"), &on_gpu(0))?);
+        cri.host
+            .node()
+            .run(&["mkdir", "-p", &format!("{FROM}/default")])?;
+        codes.push(refused(cri, &named("warm"), &on_gpu(0))?);
+        let falls_back = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-fallback": "cold" });
+        let cold = is_cold(cri, &falls_back, &on_gpu(0))?;
+        Ok(format!(
+            "refused: {}; cold with fallback: {cold}",
+            codes.join(", ")
+        ))
+    })
+}
+
+/// The pod has both GPUs, the checkpoint one.
+fn unfit(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        keep(cri, "warm")?;
+        let mut special = on_gpu(0);
+        special["CDIDevices"] = json!([{ "name": "nvidia.com/gpu=0" }, { "name": "nvidia.com/gpu=1" }]);
+        let code = refused(cri, &json!({ "firn.dev/restore-from": "warm" }), &special)?;
+        let falls_back = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-fallback": "cold" });
+        let cold = is_cold(cri, &falls_back, &special)?;
+        Ok(format!("refused: {code}; cold with fallback: {cold}"))
+    })
+}
+
+fn restarts(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let before = keep(cri, "warm")?;
+        let mut special = on_gpu(1);
+        special["annotations"] = json!({ "io.kubernetes.container.restartCount": "1" });
+        let again = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-restarts": "again" });
+        let pod = cri.pod_annotated("again", &again)?;
+        let copy = pod.start_with("c", &special)?;
+        computes(&copy, before + 2)?;
+        let has_file = copy.exec("cat /written")?.contains("text");
+        ensure!(has_file, "the layer is missing");
+        pod.remove(&[&copy])?;
+        // One that begins again has no log of before.
+        special["command"] = json!([
+            "sh",
+            "-c",
+            format!("ls /written; exec /bin/gpu-counter --out {LOG}")
+        ]);
+        let cold = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-restarts": "cold" });
+        let begins = is_cold(cri, &cold, &special)?;
+        Ok(format!(
+            "again goes on, cold {}",
+            if begins { "begins" } else { "goes on" }
+        ))
+    })
+}
