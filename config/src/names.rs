@@ -28,6 +28,9 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
+/// The image directory in an archive of the kubelet, as containerd writes it.
+pub const ARCHIVE_IMAGE: &str = "checkpoint";
+
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
 /// `CONTAINER=NAME,...` for some of its containers.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";

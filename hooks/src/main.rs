@@ -68,7 +68,8 @@ run by the shim; results are JSON on standard output:
                      from standard input
   replay BUNDLE      makes what createContainer hooks make, for a restore
   apply-layer ROOT ARCHIVE
-                     unpacks the files that a container had written
+                     unpacks the files that a container had written; prints how
+                     many device nodes were left out
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
@@ -122,7 +123,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["call"] => call::run(),
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
-        ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)),
+        ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)).and_then(answer),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
         ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),

@@ -6,9 +6,24 @@ use caps::{CapSet, Capability, CapsHashSet};
 /// Drops all capabilities of this thread except those with which root reads files and looks up the namespaces
 /// of other processes.
 pub fn keep_reading() -> Result<()> {
-    let reading = CapsHashSet::from([Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_PTRACE]);
+    keep(&[Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_PTRACE])
+}
+
+/// Drops all capabilities of this thread except those with which root writes files of any owner.
+pub fn keep_writing() -> Result<()> {
+    keep(&[
+        Capability::CAP_CHOWN,
+        Capability::CAP_DAC_OVERRIDE,
+        Capability::CAP_FOWNER,
+        Capability::CAP_FSETID,
+        Capability::CAP_SETFCAP,
+    ])
+}
+
+fn keep(capabilities: &[Capability]) -> Result<()> {
+    let needed = capabilities.iter().copied().collect::<CapsHashSet>();
     let drop_others = || {
-        let kept = &caps::read(None, CapSet::Permitted)? & &reading;
+        let kept = &caps::read(None, CapSet::Permitted)? & &needed;
         caps::clear(None, CapSet::Inheritable)?;
         caps::set(None, CapSet::Effective, &kept)?;
         caps::set(None, CapSet::Permitted, &kept)

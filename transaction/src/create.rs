@@ -99,7 +99,8 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     };
     let restored = async {
         let config = Config::load().map_err(|cause| refused(bundle, cause))?;
-        let named = wish.find(&config).map_err(|cause| refused(bundle, cause))?;
+        let found = wish.find(&config, request.cancel).await;
+        let named = found.map_err(|cause| refused(bundle, cause))?;
         let image = Some(&*named.image);
         let prepared = attempt.prepare(given.clone(), &mut labels, image, true).await?;
         Ok((prepared, named))
@@ -123,7 +124,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     };
     // Order matters: a container that starts without its checkpoint must not find its files. A layer that was
     // unpacked in part fails the Create: the kubelet makes another container, with files of its own.
-    let unpacked = named.unpack_layer(bundle, reaper).await;
+    let unpacked = named.unpack_layer(bundle, reaper, request.cancel).await;
     unpacked.map_err(|cause| refused(&named.image, cause))?;
     log::info!(
         "container {} is restored from {}",

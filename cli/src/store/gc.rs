@@ -30,7 +30,7 @@ struct Facts {
     now: Duration,
     host: String,
     containerd: BTreeMap<Digest, String>,
-    leftovers: BTreeMap<Digest, String>,
+    directories: BTreeMap<Digest, String>,
     mounts: Vec<MountEntry>,
 }
 
@@ -83,11 +83,21 @@ impl Facts {
         let host =
             std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
         let config = Config::load().map_err(ProblemReport::from)?;
+        let mut directories = leftovers::directories(&config);
+        if let Some(from) = &config.restore.from_dir {
+            let named = keep::named_directories(from);
+            directories.extend(named.with_context(|| {
+                format!(
+                    "cannot list the checkpoints in {}; nothing was removed",
+                    from.display()
+                )
+            })?);
+        }
         Ok(Self {
             now: SystemTime::now().duration_since(UNIX_EPOCH)?,
             host: host.trim_end().to_owned(),
             containerd,
-            leftovers: keep::of_leftovers(leftovers::directories(&config)),
+            directories: keep::of_directories(directories),
             // Without them, whatever has a file system is kept.
             mounts: mounted().unwrap_or_default(),
         })
@@ -111,7 +121,7 @@ impl Facts {
         if let Some(image) = self.containerd.get(id) {
             return Some(format!("containerd has image {image}"));
         }
-        if let Some(reason) = self.leftovers.get(id) {
+        if let Some(reason) = self.directories.get(id) {
             return Some(reason.clone());
         }
         if age < args.grace {

@@ -69,13 +69,38 @@ pub fn by_directory(index: &Index, id: &Digest, mounts: &[MountEntry]) -> Option
     needs(&index.image, id)
 }
 
-/// The indexes that images name which containerd has left or firn has rescued, each with such an image.
-pub fn of_leftovers(directories: Vec<PathBuf>) -> BTreeMap<Digest, String> {
+/// The indexes that the images in these directories name, each with such an image.
+pub fn of_directories(directories: Vec<PathBuf>) -> BTreeMap<Digest, String> {
     let named = |dir: PathBuf| {
         let bytes = manifest(&dir).ok()??;
         Some((named_by(&bytes).ok()??, format!("{} is there", dir.display())))
     };
     directories.into_iter().filter_map(named).collect()
+}
+
+/// The directories that pods may name to restore from: `NAMESPACE/NAME`, and the image in an archive of the
+/// kubelet there.
+pub fn named_directories(from: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for namespace in directories(from)? {
+        for named in directories(&namespace)? {
+            found.push(named.join(names::ARCHIVE_IMAGE));
+            found.push(named);
+        }
+    }
+    Ok(found)
+}
+
+fn directories(of: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match std::fs::read_dir(of) {
+        Err(error) if error.is_absent() => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let paths = entries.map(|entry| entry.map(|entry| entry.path()));
+    // A link may be a name, too.
+    paths
+        .filter(|path| path.as_ref().map_or(true, |path| path.is_dir()))
+        .collect()
 }
 
 /// The firn.json of an image directory; none if it is too large.
@@ -200,6 +225,22 @@ mod tests {
     use std::fs;
 
     use super::*;
+
+    #[test]
+    fn checkpoints_that_pods_may_name_are_found_with_and_without_an_archive() {
+        let dir = tempfile::tempdir().unwrap();
+        let (warm, filled) = (dir.path().join("ml/warm"), dir.path().join("ml/filled"));
+        fs::create_dir_all(warm.join("checkpoint")).unwrap();
+        fs::create_dir(&filled).unwrap();
+        fs::write(dir.path().join("ml/notes"), "").unwrap();
+        let mut found = named_directories(dir.path()).unwrap();
+        found.sort_unstable();
+        let (of_filled, of_warm) = (filled.join("checkpoint"), warm.join("checkpoint"));
+        assert_eq!(found, [filled, of_filled, warm, of_warm]);
+        assert!(named_directories(&dir.path().join("none")).unwrap().is_empty());
+        let file = dir.path().join("ml/notes");
+        assert!(named_directories(&file).is_err());
+    }
 
     #[test]
     fn a_directory_keeps_an_index_that_it_names_or_may_name() {

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
 use firn_transaction::unmount::unmount_recursive;
+use tokio::time::{Instant, sleep};
 
 use super::kill::give_up;
 use super::start::exec_pid_file;
@@ -162,6 +163,9 @@ async fn thaw(container: &Container) {
 /// How long the kernel may take to let go of the cgroup of a container that has ended.
 const LET_GO: Duration = Duration::from_secs(2);
 
+/// Pause between two looks at who is in it.
+const LET_GO_PAUSE: Duration = Duration::from_millis(10);
+
 /// runc waits a third of a second for the kernel to take the killed processes out of the cgroup. A busy host
 /// needs longer: runc then reports a success, and leaves the cgroup.
 async fn remove_cgroup(container: &Container) {
@@ -171,10 +175,14 @@ async fn remove_cgroup(container: &Container) {
     }
     let removed = async {
         let cgroup = container.cgroup()?;
-        match cgroup.primary_dir().ends_with(&container.id) && cgroup.pids()?.is_empty() {
-            true => cgroup.remove(LET_GO).await,
-            false => Ok(()),
+        if !cgroup.primary_dir().ends_with(&container.id) {
+            return Ok(());
         }
+        let end = Instant::now() + LET_GO;
+        while !cgroup.pids()?.is_empty() && Instant::now() < end {
+            sleep(LET_GO_PAUSE).await;
+        }
+        cgroup.remove(end.saturating_duration_since(Instant::now())).await
     };
     if let Err(error) = removed.await
         && !error.is_absent()

@@ -55,7 +55,7 @@ struct Nerdctl<'h> {
 }
 
 impl Nerdctl<'_> {
-    /// What a command prints to stdout, and its exit status, if it ends within a minute.
+    /// What a command prints to stdout, and its exit status, if it ends within 15 s.
     fn shows(&self, words: &[&str], stdin: &str) -> Result<String> {
         let mut command = self.host.node().command("timeout");
         command.args(["--kill-after=1", "15", PROGRAM]).args(words);
@@ -87,6 +87,10 @@ impl Nerdctl<'_> {
         self.shows(&[&run, options, &[IMAGE], command].concat(), stdin)
     }
 }
+
+/// Exit statuses of its commands. `run` and `exec` report failures, and busybox's `ps` is not what `top`
+/// needs.
+const CODES: &str = "007110100000000000000";
 
 /// A day with nerdctl: what each command shows.
 fn day(client: &Nerdctl<'_>) -> Result<Vec<String>> {
@@ -141,6 +145,11 @@ fn a_day_with_it_is_as_with_the_stock_shim(platform: Platform) -> Result<()> {
         let [stock, firn] = [STOCK, FIRN].map(|runtime| Nerdctl { host: node, runtime });
         let shown = day(&stock)?;
         assert_eq!(day(&firn)?, shown);
+        let codes: Vec<&str> = shown
+            .iter()
+            .filter_map(|seen| seen.split(['(', ')']).nth(1))
+            .collect();
+        assert_eq!(codes.concat(), CODES, "{shown:?}");
         node.idle()
     })
 }

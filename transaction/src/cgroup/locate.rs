@@ -77,7 +77,10 @@ fn unit(path: &str) -> Option<(&str, &str, &str)> {
 /// Whether only the systemd driver can make sense of a `cgroupsPath`: `slice:prefix:name`.
 pub(super) fn is_of_systemd(path: &str) -> bool {
     unit(path).is_some_and(|(slice, _, name)| {
-        (slice.is_empty() || slice.ends_with(".slice")) && !name.is_empty() && !path.contains('/')
+        (slice.is_empty() || slice.ends_with(".slice"))
+            && !name.is_empty()
+            && !name.contains(':')
+            && !path.contains('/')
     })
 }
 

@@ -5,6 +5,7 @@
 //! an image directory, or an archive of the kubelet that was unpacked there: the image in `checkpoint`, and
 //! next to it what the container had written.
 
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,12 +15,13 @@ use firn_oci::Spec;
 
 use super::compare;
 use super::error::Refusal;
+use super::prepare::left_image;
+use crate::blocking::stoppable;
+use crate::cancel::CancellationToken;
 use crate::reaper::Reaper;
 
 /// Every image of CRIU has this file.
 const INVENTORY: &str = "inventory.img";
-/// The image in an archive of the kubelet.
-const IMAGE: &str = "checkpoint";
 /// What the container had written, in an archive of the kubelet.
 const LAYER: &str = "rootfs-diff.tar";
 
@@ -33,19 +35,35 @@ pub struct Named {
 }
 
 impl Named {
-    /// Unpacks the files that the container had written into the root file system in this bundle.
-    pub async fn unpack_layer(&self, bundle: &Path, reaper: &Reaper) -> Result<(), Refusal> {
+    /// Unpacks the files that the container had written into the root file system in this bundle, unless the
+    /// client no longer waits for the container.
+    pub async fn unpack_layer(
+        &self,
+        bundle: &Path,
+        reaper: &Reaper,
+        cancel: &CancellationToken,
+    ) -> Result<(), Refusal> {
         let Some(layer) = &self.layer else {
             return Ok(());
         };
         let config = compare::configured();
         let mut command = Command::new(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?);
         command.arg("apply-layer").arg(bundle.join("rootfs")).arg(layer);
-        let done = compare::printed(&mut command, config.deadlines.verify, reaper).await;
-        done.map(drop).map_err(|output| Refusal::Layer {
+        let done = compare::printed(&mut command, config.deadlines.verify, reaper);
+        let done = cancel.unless_cancelled(done).await.ok_or(Refusal::Killed)?;
+        let devices = done.map_err(|output| Refusal::Layer {
             layer: layer.clone(),
             output,
-        })
+        })?;
+        if devices.trim_ascii() != b"0" {
+            let devices = String::from_utf8_lossy(&devices);
+            log::warn!(
+                "{}: device nodes that were left out: {}",
+                layer.display(),
+                devices.trim_end()
+            );
+        }
+        Ok(())
     }
 }
 
@@ -79,7 +97,7 @@ pub enum NameError {
 }
 
 /// The wishes of a pod for a container.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {
     name: String,
     namespace: String,
@@ -109,18 +127,29 @@ impl Wish {
         let Some(name) = name_for(value, container)? else {
             return Ok(None);
         };
-        Ok((!(is_restart && restarts_cold)).then(|| Self {
+        if is_restart && restarts_cold {
+            log::warn!(
+                "container {container} of a pod was started before, and starts without its checkpoint"
+            );
+            return Ok(None);
+        }
+        let namespace = spec.annotation(names::ANNOTATION_CRI_NAMESPACE);
+        Ok(Some(Self {
             name: name.to_owned(),
-            namespace: spec
-                .annotation(names::ANNOTATION_CRI_NAMESPACE)
-                .unwrap_or_default()
-                .to_owned(),
+            namespace: namespace.unwrap_or_default().to_owned(),
             falls_back,
         }))
     }
 
-    /// The checkpoint, on this node.
-    pub fn find(&self, config: &Config) -> Result<Named, NameError> {
+    /// The checkpoint, on this node. Does not wait for a file system that hangs, nor once the client no
+    /// longer waits for the container.
+    pub async fn find(&self, config: &Config, cancel: &CancellationToken) -> Result<Named, Refusal> {
+        let (wish, config, limit) = (self.clone(), config.clone(), config.deadlines.look);
+        let found = stoppable(limit, cancel, move |_| wish.find_now(&config)).await;
+        Ok(found.map_err(|left| left_image(left, limit))??)
+    }
+
+    fn find_now(&self, config: &Config) -> Result<Named, NameError> {
         let not_allowed = || NameError::NotAllowed {
             name: self.name.clone(),
             namespace: self.namespace.clone(),
@@ -130,29 +159,38 @@ impl Wish {
             return Err(not_allowed());
         }
         let dir = from.join(&self.namespace);
-        if !exists(&dir)? {
+        if look(&dir)?.is_none() {
             return Err(not_allowed());
         }
+        // A name may be a link: the operator made it. What is in the directory may come from an archive.
         let path = dir.join(&self.name);
-        if exists(&path.join(INVENTORY))? {
+        if look(&path.join(INVENTORY))?.is_some_and(|found| found.is_file()) {
             return Ok(Named {
                 image: path,
                 layer: None,
             });
         }
-        let (image, layer) = (path.join(IMAGE), path.join(LAYER));
-        if !exists(&image)? {
+        let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(LAYER));
+        if !look(&image)?.is_some_and(|found| found.is_dir()) {
             return Err(NameError::Absent { path });
         }
-        let layer = exists(&layer)?.then_some(layer);
+        let layer = match look(&layer)? {
+            None => None,
+            Some(found) if found.is_file() => Some(layer),
+            Some(_) => {
+                let reason = "it is no regular file".to_owned();
+                return Err(NameError::Unreadable { path: layer, reason });
+            }
+        };
         Ok(Named { image, layer })
     }
 }
 
-fn exists(path: &Path) -> Result<bool, NameError> {
-    match path.metadata() {
-        Ok(_) => Ok(true),
-        Err(error) if error.is_absent() => Ok(false),
+/// What is there itself, also if it is a link.
+fn look(path: &Path) -> Result<Option<Metadata>, NameError> {
+    match path.symlink_metadata() {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.is_absent() => Ok(None),
         Err(error) => Err(NameError::Unreadable {
             path: path.to_owned(),
             reason: error.to_string(),
@@ -202,6 +240,7 @@ fn one_of<'a>(spec: &'a Spec, key: &'static str, allowed: &[&str]) -> Result<Opt
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::symlink;
 
     use serde_json::{Value, json};
 
@@ -295,37 +334,47 @@ mod tests {
         let wish = Wish::of(&spec(&[("firn.dev/restore-from", "warm")]))
             .unwrap()
             .unwrap();
-        let refused = |config: &Config| wish.find(config).unwrap_err();
+        let refused = |config: &Config| wish.find_now(config).unwrap_err();
         assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
         config.restore.from_dir = Some(root.path().to_owned());
         assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
         let dir = root.path().join("ml/warm");
         fs::create_dir(root.path().join("ml")).unwrap();
         assert_eq!(refused(&config), NameError::Absent { path: dir.clone() });
-        fs::create_dir_all(dir.join("checkpoint")).unwrap();
+        fs::create_dir(&dir).unwrap();
         let image = dir.join("checkpoint");
+        symlink("/", &image).unwrap();
         assert_eq!(
-            wish.find(&config),
+            refused(&config),
+            NameError::Absent { path: dir.clone() },
+            "a link"
+        );
+        fs::remove_file(&image).unwrap();
+        fs::create_dir(&image).unwrap();
+        let named = |layer: Option<&str>| {
             Ok(Named {
                 image: image.clone(),
-                layer: None
+                layer: layer.map(|name| dir.join(name)),
             })
-        );
+        };
+        assert_eq!(wish.find_now(&config), named(None));
+        symlink("/etc/passwd", dir.join(LAYER)).unwrap();
+        assert!(matches!(refused(&config), NameError::Unreadable { .. }), "a link");
+        fs::remove_file(dir.join(LAYER)).unwrap();
         fs::write(dir.join(LAYER), "").unwrap();
-        assert_eq!(
-            wish.find(&config),
-            Ok(Named {
-                image,
-                layer: Some(dir.join(LAYER))
-            })
-        );
+        assert_eq!(wish.find_now(&config), named(Some(LAYER)));
         fs::write(dir.join(INVENTORY), "").unwrap();
-        assert_eq!(
-            wish.find(&config),
-            Ok(Named {
-                image: dir,
-                layer: None
-            })
-        );
+        let whole = Named {
+            image: dir.clone(),
+            layer: None,
+        };
+        assert_eq!(wish.find_now(&config), Ok(whole));
+        // Another namespace's pod names nothing of this one.
+        let other = [
+            ("firn.dev/restore-from", "warm"),
+            ("io.kubernetes.cri.sandbox-namespace", "other"),
+        ];
+        let other = Wish::of(&spec(&other)).unwrap().unwrap().find_now(&config);
+        assert!(matches!(other, Err(NameError::NotAllowed { .. })), "{other:?}");
     }
 }

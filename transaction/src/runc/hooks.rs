@@ -29,7 +29,7 @@ impl Runc {
             .process_group(0)
             .stdout(output.try_clone().map_err(prepare)?)
             .stderr(output.try_clone().map_err(prepare)?);
-        let child = self.spawn(command)?;
+        let child = self.spawn(verb, command)?;
         let started = procfs::started(child.pid());
         let exit = tokio::select! {
             biased;

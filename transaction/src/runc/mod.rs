@@ -66,8 +66,8 @@ pub struct Runc {
 #[derive(Debug, thiserror::Error)]
 pub enum RuncError {
     /// The runtime could not be started or waited for.
-    #[error(transparent)]
-    Call(OutputError),
+    #[error("{verb}")]
+    Call { verb: &'static str, source: OutputError },
     /// The runtime ended with an error; `message` is the last error of its log, or its stderr.
     #[error("{message}")]
     Failed {
@@ -248,7 +248,7 @@ impl Runc {
             .reaper
             .output_with_input(command, input, deadline)
             .await
-            .map_err(RuncError::Call)?;
+            .map_err(|source| RuncError::Call { verb, source })?;
         if output.success() {
             return Ok(output.stdout);
         }
@@ -259,7 +259,7 @@ impl Runc {
     /// Runs a command whose stdio is the container's (create, exec): none of its output is read.
     async fn run(&self, verb: &'static str, command: &mut Command) -> Result<(), RuncError> {
         let from = self.logged();
-        let child = self.spawn(command)?;
+        let child = self.spawn(verb, command)?;
         match child.wait().await.code {
             0 => Ok(()),
             code => Err(self.failure(verb, code, &[], from)),
@@ -280,7 +280,7 @@ impl Runc {
     ) -> Result<(), RuncError> {
         let from = self.logged();
         command.process_group(0);
-        let child = self.spawn(command)?;
+        let child = self.spawn(verb, command)?;
         let started = procfs::started(child.pid());
         let (cancel, limit) = (bounds.cancel, bounds.deadline.unwrap_or(Duration::MAX));
         let _at_work = cancel.criu();
@@ -289,7 +289,8 @@ impl Runc {
             exit = child.wait() => Ok(exit),
             () = sleep(limit) => {
                 let (program, last) = (self.binary.display().to_string(), String::new());
-                Err(RuncError::Call(OutputError::TimedOut { program, limit, last }))
+                let source = OutputError::TimedOut { program, limit, last };
+                Err(RuncError::Call { verb, source })
             }
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
             () = cancel.cancelled() => Err(RuncError::Cancelled { verb }),
@@ -315,10 +316,13 @@ impl Runc {
         })
     }
 
-    fn spawn(&self, command: &mut Command) -> Result<Child, RuncError> {
+    fn spawn(&self, verb: &'static str, command: &mut Command) -> Result<Child, RuncError> {
         let program = self.binary.display().to_string();
         let spawned = self.reaper.spawn(command);
-        spawned.map_err(|source| RuncError::Call(OutputError::Spawn { program, source }))
+        spawned.map_err(|source| {
+            let source = OutputError::Spawn { program, source };
+            RuncError::Call { verb, source }
+        })
     }
 
     /// Length of the runtime's log: the entries of the next call come after it.

@@ -130,11 +130,16 @@ fn life_with_crun(place: &Place<'_>) -> Result<String> {
     life(place, "crun")
 }
 
-/// Does after runc's first `delete` what a busy kernel does: the cgroup is there.
+/// Does after runc's first `delete` what a busy kernel does: for a second the cgroup is there, with a
+/// process.
 const SLOW_CGROUP: &str = r#"#!/bin/sh
 runc "$@" || exit
 for word; do
-    [ "$word" != delete ] || ! read -r cgroup </tmp/cgroup-of-c || { rm /tmp/cgroup-of-c; mkdir "$cgroup"; }
+    [ "$word" = delete ] && read -r cgroup </tmp/cgroup-of-c || continue
+    rm /tmp/cgroup-of-c
+    mkdir "$cgroup"
+    sh -c 'echo $$ >"$1/cgroup.procs"; exec sleep 1' in "$cgroup" </dev/null >/dev/null 2>&1 &
+    until read -r _ <"$cgroup/cgroup.procs"; do sleep 0.01; done
 done
 "#;
 
@@ -152,7 +157,11 @@ fn delete_of_slow_cgroup(place: &Place<'_>) -> Result<String> {
     container.becomes("STOPPED")?;
     let code = container.exit_code()?;
     let is_left = node.run(&["test", "-d", cgroup]).is_ok();
-    node.run(&["sh", "-c", &format!("rmdir {cgroup}; rm {WRAPPER}")])?;
+    node.run(&[
+        "sh",
+        "-c",
+        &format!("while [ -d {cgroup} ]; do rmdir {cgroup}; done; rm {WRAPPER}"),
+    ])?;
     container.forget()?;
     let left = if is_left { "left" } else { "gone" };
     Ok(format!("exit code {code}, cgroup {left}"))

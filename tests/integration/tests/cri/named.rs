@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::Point;
 use crate::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::client::{BUNDLES, Cri, Ctr};
+use crate::client::Cri;
 
 pub const POINTS: &[Point] = &[
     Point::new(
@@ -26,7 +26,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "restore by name: a checkpoint that does not fit",
-        "refused: FIRN-GPU-COUNT; cold with fallback: true",
+        "refused: FIRN-GPU-COUNT; cold with fallback: true; cut: FIRN-RESTORE-FROM, then cold: true",
         unfit,
     )
     .firn_only(),
@@ -47,15 +47,25 @@ fn counter() -> Value {
     json!(["sh", "-c", count])
 }
 
-fn on_gpu(gpu: u32) -> Value {
-    json!({ "command": counter(), "CDIDevices": [{ "name": format!("nvidia.com/gpu={gpu}") }] })
+fn on_gpu(gpu: u32, command: &Value) -> Value {
+    json!({ "command": command, "CDIDevices": [{ "name": format!("nvidia.com/gpu={gpu}") }] })
+}
+
+/// What a copy would run if it were not restored: it computes nothing, and shows whether it found the
+/// checkpoint's files.
+fn cold() -> Value {
+    json!([
+        "sh",
+        "-c",
+        "if [ -e /written ]; then >/found; else >/cold; fi; exec sleep 1000"
+    ])
 }
 
 /// Puts a checkpoint of a counter under this name: the kubelet's archive, or where CRI makes none, what ctr
 /// makes and the written layer. Returns how far it was at least.
 fn keep(cri: Cri<'_>, name: &str) -> Result<u64> {
     let pod = cri.pod_annotated("source", &json!({}))?;
-    let container = pod.start_with("c", &on_gpu(0))?;
+    let container = pod.start_with("c", &on_gpu(0, &counter()))?;
     let before = computes(&container, 3)?;
     let node = cri.host.node();
     let dir = format!("{FROM}/default/{name}");
@@ -89,13 +99,6 @@ fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> {
     done
 }
 
-/// The first iteration that is in the container's log, which a restored one has from its checkpoint, and
-/// where it began itself.
-fn first_written(container: &Ctr<'_>) -> Result<String> {
-    let log = format!("{BUNDLES}/{}/rootfs{LOG}", container.id);
-    container.cri.host.node().read(log)
-}
-
 fn replicas(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
         let before = keep(cri, "warm")?;
@@ -103,7 +106,7 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
         for gpu in [0, 1] {
             let annotations = json!({ "firn.dev/restore-from": "c=warm" });
             let pod = cri.pod_annotated(&format!("replica-{gpu}"), &annotations)?;
-            let copy = pod.start_with("c", &on_gpu(gpu))?;
+            let copy = pod.start_with("c", &on_gpu(gpu, &cold()))?;
             computes(&copy, before + 2)?;
             let text = copy.exec("cat /written")?;
             ensure!(text.contains("text"), "the written file has {text:?}");
@@ -119,6 +122,10 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
     })
 }
 
+fn falls_back() -> Value {
+    json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-fallback": "cold" })
+}
+
 /// Starts a container that is refused, and returns the code.
 fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
     let pod = cri.pod_annotated("refused", annotations)?;
@@ -129,29 +136,40 @@ fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String>
     Ok(code.context(output.clone())?.trim_end_matches(':').to_owned())
 }
 
-/// Whether a container with fallback begins at its first iteration.
+/// Whether a container starts without its checkpoint, and without the checkpoint's files.
 fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
-    let pod = cri.pod_annotated("fallback", annotations)?;
+    let pod = cri.pod_annotated("cold", annotations)?;
     let container = pod.start_with("c", special)?;
-    let log = wait_for("its log", LIMIT, || {
-        let log = first_written(&container).unwrap_or_default();
-        Ok((log.lines().count() > 3).then_some(log))
+    let seen = wait_for("a file of the container", LIMIT, || {
+        let seen = container.exec("ls /cold /found /written 2>/dev/null; true")?;
+        Ok(seen.contains('/').then_some(seen))
     })?;
     pod.remove(&[&container])?;
-    Ok(log.contains("iter=0 "))
+    Ok(seen.contains("/cold") && !seen.contains("/found") && !seen.contains("/written"))
 }
 
 fn absent(cri: Cri<'_>) -> Result<String> {
     let named = |name: &str| json!({ "firn.dev/restore-from": name });
-    let mut codes = vec![refused(cri, &named("warm"), &on_gpu(0))?];
+    let mut codes = vec![refused(cri, &named("warm"), &on_gpu(0, &cold()))?];
     allowed(cri, || {
-        codes.push(refused(cri, &named("warm"), &on_gpu(0))?);
+        // Another namespace has one of that name.
+        let others = format!("{FROM}/other/warm/checkpoint");
+        cri.host.node().run(&["mkdir", "-p", &others])?;
+        codes.push(refused(cri, &named("warm"), &on_gpu(0, &cold()))?);
         cri.host
             .node()
             .run(&["mkdir", "-p", &format!("{FROM}/default")])?;
-        codes.push(refused(cri, &named("warm"), &on_gpu(0))?);
-        let falls_back = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-fallback": "cold" });
-        let cold = is_cold(cri, &falls_back, &on_gpu(0))?;
+        codes.push(refused(cri, &named("warm"), &on_gpu(0, &cold()))?);
+        let node = cri.host.node();
+        let record = "exec ctr -n k8s.io events >/tmp/events";
+        let mut recorder = node.spawn(&["sh", "-c", record])?;
+        let cold = is_cold(cri, &falls_back(), &on_gpu(0, &cold()))?;
+        let seen = wait_for("the event of the fallback", LIMIT, || {
+            let events = node.read("/tmp/events")?;
+            Ok(events.contains("failed: FIRN-RESTORE-FROM").then_some(events))
+        });
+        recorder.kill().and_then(|()| recorder.wait().map(drop))?;
+        ensure!(seen?.contains("/firn/restore"), "it is of another topic");
         Ok(format!(
             "refused: {}; cold with fallback: {cold}",
             codes.join(", ")
@@ -163,19 +181,27 @@ fn absent(cri: Cri<'_>) -> Result<String> {
 fn unfit(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
         keep(cri, "warm")?;
-        let mut special = on_gpu(0);
+        let mut special = on_gpu(0, &cold());
         special["CDIDevices"] = json!([{ "name": "nvidia.com/gpu=0" }, { "name": "nvidia.com/gpu=1" }]);
         let code = refused(cri, &json!({ "firn.dev/restore-from": "warm" }), &special)?;
-        let falls_back = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-fallback": "cold" });
-        let cold = is_cold(cri, &falls_back, &special)?;
-        Ok(format!("refused: {code}; cold with fallback: {cold}"))
+        let by_fallback = is_cold(cri, &falls_back(), &special)?;
+        // A layer that was unpacked in part: the kubelet's next attempt has other files.
+        let layer = format!("{FROM}/default/warm/rootfs-diff.tar");
+        cri.host.node().run(&["truncate", "--size=-600", &layer])?;
+        let cut = refused(cri, &falls_back(), &on_gpu(0, &cold()))?;
+        let mut next = on_gpu(0, &cold());
+        next["annotations"] = json!({ "io.kubernetes.container.restartCount": "1" });
+        let is_cold_next = is_cold(cri, &falls_back(), &next)?;
+        Ok(format!(
+            "refused: {code}; cold with fallback: {by_fallback}; cut: {cut}, then cold: {is_cold_next}"
+        ))
     })
 }
 
 fn restarts(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
         let before = keep(cri, "warm")?;
-        let mut special = on_gpu(1);
+        let mut special = on_gpu(1, &cold());
         special["annotations"] = json!({ "io.kubernetes.container.restartCount": "1" });
         let again = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-restarts": "again" });
         let pod = cri.pod_annotated("again", &again)?;
@@ -184,12 +210,6 @@ fn restarts(cri: Cri<'_>) -> Result<String> {
         let has_file = copy.exec("cat /written")?.contains("text");
         ensure!(has_file, "the layer is missing");
         pod.remove(&[&copy])?;
-        // One that begins again has no log of before.
-        special["command"] = json!([
-            "sh",
-            "-c",
-            format!("ls /written; exec /bin/gpu-counter --out {LOG}")
-        ]);
         let cold = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-restarts": "cold" });
         let begins = is_cold(cri, &cold, &special)?;
         Ok(format!(
