@@ -27,6 +27,7 @@ pub enum Command {
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
     Status(StatusArgs),
+    Drain(DrainArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
     #[command(subcommand)]
@@ -94,6 +95,40 @@ pub struct StatusArgs {
     /// The state directory of containerd; that of k3s is /run/k3s/containerd.
     #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
     pub state: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Move the GPU jobs of a Kubernetes node to other nodes, by checkpoints.
+///
+/// Moves pods with the RuntimeClass firn and GPUs, whose controller makes them again elsewhere and whose
+/// annotation firn.dev/restore-from names a checkpoint that is not there yet. Names first what cannot be
+/// moved, and then touches nothing. Else cordons the node, lets the kubelet checkpoint each job, copies the
+/// checkpoint to the other nodes, evicts the pod, waits until the pod in its place goes on, and removes the
+/// checkpoint. What a job does between its checkpoint and its end is done again. Other pods stay: see
+/// `kubectl drain`. Calls kubectl, and needs firn's agents on the nodes (config/kubernetes/agents.yaml).
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn drain gpu-7 --dry-run\n  firn drain gpu-7 --to gpu-8\n\n\
+                  Exit status: 0 all jobs go on elsewhere (with --dry-run: can be moved), 1 one was not \
+                  moved, or nothing was touched, 2 wrong usage."
+)]
+pub struct DrainArgs {
+    /// Name of the node.
+    pub node: String,
+    /// A node that gets the checkpoints; repeat it for more. Default: all others that can take pods.
+    #[arg(long, value_name = "NODE")]
+    pub to: Vec<String>,
+    /// Only show what can be moved.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How long a checkpoint may take, and how long the pod in its place may take to go on.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+    /// Context of kubectl's configuration.
+    #[arg(long)]
+    pub context: Option<String>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -1,8 +1,8 @@
 //! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
 //! writes CDI files, and cleans the store for the memory of checkpoints.
 //!
-//! Only `cdi generate`, `restore`, `resume`, `move-gpu` and `store` change anything. The driver is reached
-//! through `firn-gpu`.
+//! Only `cdi generate`, `restore`, `resume`, `move-gpu`, `drain` and `store` change anything. The driver is
+//! reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -11,6 +11,7 @@ mod audit;
 mod cdi;
 mod containerd;
 mod doctor;
+mod drain;
 mod image;
 mod inspect;
 mod leftovers;
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Drain(args) => drain::run(&args),
         Command::Cdi(command) => cdi::run(&command),
         Command::Store(command) => store::run(&command),
     };

@@ -144,6 +144,10 @@ pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
 /// not see the socket itself.
 pub const CRIU_UNIX_SOCKETS: &str = "firn-unix-sockets";
 
+/// File in the bundle of a pod's container that is restored because an annotation names its checkpoint: the
+/// image directory.
+pub const BUNDLE_RESTORED_FROM: &str = "firn-restored-from";
+
 /// Link to firn-hook, in the bundle, that CRIU is given as a script of a restore.
 pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";
 

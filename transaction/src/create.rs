@@ -126,11 +126,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     // unpacked in part fails the Create: the kubelet makes another container, with files of its own.
     let unpacked = named.unpack_layer(bundle, reaper, request.cancel).await;
     unpacked.map_err(|cause| refused(&named.image, cause))?;
-    log::info!(
-        "container {} is restored from {}",
-        request.id,
-        named.image.display()
-    );
+    named.note(request.id, bundle);
     Ok(prepared)
 }
 

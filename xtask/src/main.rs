@@ -3,6 +3,7 @@
 
 mod bundle;
 mod census;
+mod cluster;
 mod faults;
 mod fuzz;
 mod mutants;
@@ -32,6 +33,7 @@ enum Cmd {
     Mutants(mutants::Cmd),
     Bench(firn_bench::Cmd),
     Census(census::Cmd),
+    Cluster(cluster::Cmd),
     Node(node::Cmd),
     Soak(soak::Cmd),
     GpuBundle(bundle::gpu::Cmd),
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
         Cmd::Census(cmd) => census::run(&cmd),
+        Cmd::Cluster(cmd) => supervised(|| cluster::run(&cmd)),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
         Cmd::Fuzz(cmd) => fuzz::run(&cmd),
         Cmd::Mutants(cmd) => mutants::run(&cmd),

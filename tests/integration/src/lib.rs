@@ -17,6 +17,7 @@ mod gpu;
 mod host;
 pub mod matrix;
 mod output;
+mod pods;
 mod reader;
 mod stall;
 mod task;
@@ -32,6 +33,7 @@ pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost};
 pub use matrix::{Case, Skip, on};
 pub use output::{CommandOutput, failure};
+pub use pods::{KUBERNETES, configure_pods, import_pod_images, install_network_plugin};
 pub use stall::StallFs;
 pub use task::{Pending, Task, any, describe};
 

@@ -44,8 +44,9 @@ fn cycles(host: &GpuHost, count: usize, options: &[&str]) -> Result<()> {
     let options = [&["--runtime", FIRN], host.limits(), options].concat().join(" ");
     for begun in (0..count).step_by(BATCH) {
         let batch = BATCH.min(count - begun);
-        let script =
-            format!("OPTIONS='{options}'; IMAGE={IMAGE}; for n in $(seq {batch}); do\nset -e\n{CYCLE}\ndone");
+        let script = format!(
+            "OPTIONS='{options}'; IMAGE={IMAGE}; for n in $(seq {batch}); do\nset -ex\n{CYCLE}\ndone"
+        );
         host.node()
             .run_within(Duration::from_secs(600), &["sh", "-c", &script])
             .with_context(|| format!("cycles after {begun}"))?;

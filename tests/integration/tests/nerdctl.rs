@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, on};
-use firn_node::{Platform, go_build_of, go_lacks, wait_for};
+use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
 
 const MODULE: &str = "github.com/containerd/nerdctl/v2";
 const VERSION: &str = "v2.3.5";
@@ -42,7 +42,13 @@ fn host(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
     if let Some(reason) = go_lacks() {
         return Err(Skip::new(format!("nerdctl is not built: {reason}")).into());
     }
-    let program = go_build_of(MODULE, VERSION, "cmd/nerdctl", without_tests)?;
+    let program = go_build_of(
+        MODULE,
+        VERSION,
+        "cmd/nerdctl",
+        GoOptions::default(),
+        without_tests,
+    )?;
     let host = GpuHost::for_test(platform, name, gpus)?;
     host.node().install(&program, PROGRAM, 0o755)?;
     Ok(host)

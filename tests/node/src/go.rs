@@ -10,6 +10,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use sha2::{Digest, Sha256};
 
 use crate::host::{self, progress};
 use crate::store::{Store, lock};
@@ -57,12 +58,22 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     Ok(kept)
 }
 
+/// How a command is built.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GoOptions {
+    /// With the C compiler of the host, for programs that open libraries of the node.
+    pub cgo: bool,
+    /// Options of the linker.
+    pub ldflags: &'static str,
+}
+
 /// As [`go_install`], for a module that cannot be installed as it is: `prepare` edits a copy of its source,
 /// in which `package` is a directory.
 pub fn go_build_of(
     module: &str,
     version: &str,
     package: &str,
+    options: GoOptions,
     prepare: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<PathBuf> {
     let name = package.rsplit_once('/').map_or(package, |(_, name)| name);
@@ -84,10 +95,9 @@ pub fn go_build_of(
         host::run(Command::new("chmod").args(["-R", "u+w"]).arg(&source))?;
         prepare(&source)?;
         let program = new.path().join(name);
-        let mut build = go(&["build", "-mod=mod", "-trimpath", "-buildvcs=false", "-o"]);
         host::run(
-            build
-                .arg(&program)
+            options
+                .build(&["-mod=mod"], &program)
                 .arg(format!("./{package}"))
                 .current_dir(&source),
         )?;
@@ -96,6 +106,75 @@ pub fn go_build_of(
     build().with_context(|| format!("build {module} {version}"))?;
     progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
     Ok(kept)
+}
+
+impl GoOptions {
+    fn build(self, flags: &[&str], program: &Path) -> Command {
+        let mut build = go(&["build", "-trimpath", "-buildvcs=false"]);
+        if self.cgo {
+            build.env("CGO_ENABLED", "1");
+        }
+        build
+            .args(flags)
+            .args(["-ldflags", self.ldflags, "-o"])
+            .arg(program);
+        build
+    }
+}
+
+/// A command whose source is in a directory of this repository, and takes so long to build that nobody waits
+/// for it unasked.
+#[derive(Clone, Copy, Debug)]
+pub struct SlowGo {
+    /// The directory, with `go.mod`, `go.sum` and `main.go`.
+    pub source: &'static str,
+    /// The command's name.
+    pub name: &'static str,
+    /// How it is built.
+    pub options: GoOptions,
+}
+
+impl SlowGo {
+    fn place(&self) -> Result<PathBuf> {
+        let mut source = Sha256::new_with_prefix(self.options.ldflags);
+        for file in ["go.mod", "go.sum", "main.go"] {
+            let path = Path::new(self.source).join(file);
+            source.update(fs::read(&path).with_context(|| format!("read {}", path.display()))?);
+        }
+        let tag: String = source.finalize()[..6]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        Ok(Store::open()?.go()?.join(format!("{}-{tag}", self.name)))
+    }
+
+    /// The command, if it was built from what the directory holds now.
+    pub fn kept(&self) -> Result<Option<PathBuf>> {
+        let place = self.place()?;
+        Ok(place.exists().then_some(place))
+    }
+
+    /// Builds the command if it is not kept.
+    pub fn build(&self) -> Result<PathBuf> {
+        let place = self.place()?;
+        let store = Store::open()?.go()?;
+        let _lock = lock(&store.join(format!("{}.lock", self.name)))?;
+        if place.exists() {
+            return Ok(place);
+        }
+        let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
+        let program = new.path().join(self.name);
+        host::run(
+            self.options
+                .build(&[], &program)
+                .arg(".")
+                .current_dir(self.source),
+        )
+        .with_context(|| format!("build {}", self.name))?;
+        fs::rename(program, &place)?;
+        progress(&format!("built {} in {} s", self.name, begin.elapsed().as_secs()));
+        Ok(place)
+    }
 }
 
 /// The command whose source is in this directory, with a `go.mod` of its own. Go itself knows what has to be

@@ -30,6 +30,7 @@ mod testing;
 pub(crate) use error::Refusal;
 pub use error::RestoreError;
 pub(crate) use named::Wish;
+pub use named::name_for;
 pub use prepare::{Preparation, in_use};
 pub use rollback::LOG;
 pub use run::{Restored, run};

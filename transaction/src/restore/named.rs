@@ -5,7 +5,8 @@
 //! an image directory, or an archive of the kubelet that was unpacked there: the image in `checkpoint`, and
 //! next to it what the container had written.
 
-use std::fs::Metadata;
+use std::fs::{self, Metadata};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -19,6 +20,7 @@ use super::prepare::left_image;
 use crate::blocking::stoppable;
 use crate::cancel::CancellationToken;
 use crate::reaper::Reaper;
+use crate::warn::OrWarn;
 
 /// Every image of CRIU has this file.
 const INVENTORY: &str = "inventory.img";
@@ -35,6 +37,16 @@ pub struct Named {
 }
 
 impl Named {
+    /// Notes in the bundle, and in the log, that the container is restored from it.
+    pub fn note(&self, id: &str, bundle: &Path) {
+        let noted = fs::write(
+            bundle.join(names::BUNDLE_RESTORED_FROM),
+            self.image.as_os_str().as_bytes(),
+        );
+        let _noted = noted.or_warn(format_args!("container {id}: cannot note its checkpoint"));
+        log::info!("container {id} is restored from {}", self.image.display());
+    }
+
     /// Unpacks the files that the container had written into the root file system in this bundle, unless the
     /// client no longer waits for the container.
     pub async fn unpack_layer(
@@ -198,8 +210,9 @@ fn look(path: &Path) -> Result<Option<Metadata>, NameError> {
     }
 }
 
-/// The name that `NAME` or `CONTAINER=NAME,...` has for a container.
-fn name_for<'a>(value: &'a str, container: &str) -> Result<Option<&'a str>, NameError> {
+/// The name that the annotation `NAME` or `CONTAINER=NAME,...` has for a container. It can be the name of a
+/// file in a directory.
+pub fn name_for<'a>(value: &'a str, container: &str) -> Result<Option<&'a str>, NameError> {
     let wrong = || NameError::Value {
         key: names::ANNOTATION_RESTORE_FROM,
         value: value.to_owned(),

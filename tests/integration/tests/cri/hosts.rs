@@ -7,15 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
-use firn_lab::{GpuHost, IMAGE, SimGpu};
-use firn_node::{Image, Node, Platform, Suite, go_build};
+use firn_lab::{GpuHost, SimGpu, configure_pods, import_pod_images, install_network_plugin};
+use firn_node::{Node, Platform, Suite, go_build};
 
 use crate::client::{CLIENT, Cri};
 
-/// What stands for the pause image: the container that holds a pod's namespaces.
-const PAUSE: &str = "localhost/firn-pause:latest";
 const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
-const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where runc keeps its state under the handler that has options of its own.
 const NAMED_ROOT: &str = "/run/containerd/firn-runc";
 
@@ -132,18 +129,9 @@ impl Hosts {
         if way == Way::DropIn {
             host.drop_in()?;
         }
-        import(node)?;
+        import_pod_images(node)?;
         Ok(host)
     }
-}
-
-/// Gives the images to the namespace of Kubernetes.
-fn import(node: &Node) -> Result<()> {
-    let counter = firn_lab::Built::for_tests()?.program("gpu-counter");
-    let image = Image::new(IMAGE).program(counter, "/bin/gpu-counter");
-    image.import_into(node, "k8s.io")?;
-    let pause = Image::new(PAUSE).command(&["sh", "-c", "while :; do sleep 1000; done"]);
-    pause.import_into(node, "k8s.io")
 }
 
 /// The client, built once per test program.
@@ -162,40 +150,22 @@ echo '{"cniVersion":"0.4.0","interfaces":[{"name":"'"$CNI_IFNAME"'","sandbox":"'
 "#;
 const NETWORK: &str = r#"{"cniVersion":"0.4.0","name":"none","plugins":[{"type":"none"}]}"#;
 
-/// Puts the shipped configuration into containerd's as its comments describe, and adds what only tests need.
+/// Configures containerd, with a handler that has options of its own, and the plugin.
 fn configure(node: &Node, suite: Suite) -> Result<()> {
-    let shipped = |file: &str| {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../../config/containerd")
-            .join(file);
-        fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
-    };
     let plugin = tempfile::NamedTempFile::new()?;
     fs::write(plugin.path(), PLUGIN)?;
     for name in ["none", "loopback"] {
-        node.install(plugin.path(), format!("/opt/cni/bin/{name}"), 0o755)?;
-        node.install(plugin.path(), format!("/usr/lib/cni/{name}"), 0o755)?;
+        install_network_plugin(node, plugin.path(), name)?;
     }
     node.write("/etc/cni/net.d/none.conflist", NETWORK)?;
-    let base = node.read(CONFIG)?;
-    let named = |plugin: &str| {
-        let table = format!("[plugins.\"{plugin}\".containerd.runtimes.firn-named");
-        format!(
-            "{table}]\nruntime_type = \"io.containerd.firn.v2\"\n\
-             {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\n\
-             SystemdCgroup = false\n"
-        )
-    };
-    let shipped = shipped(&format!("config-v{}.toml", suite.config_version()))?;
-    let cri = suite.cri_plugin();
-    // A machine that is a container itself may not lower it.
-    let oom = "restrict_oom_score_adj = true\n";
-    let own = suite.cri_config(PAUSE) + oom;
-    if suite.merges_drop_ins() {
-        node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
-        node.write(CONFIG, base + &own + &named(cri))
-    } else {
-        let table = shipped.replace("version = 2\n", "");
-        node.write(CONFIG, base + &own + &table + &named(cri))
-    }
+    let table = format!(
+        "[plugins.\"{}\".containerd.runtimes.firn-named",
+        suite.cri_plugin()
+    );
+    let named = format!(
+        "{table}]\nruntime_type = \"io.containerd.firn.v2\"\n\
+         {table}.options]\nBinaryName = \"/usr/sbin/runc\"\nRoot = \"{NAMED_ROOT}\"\n\
+         SystemdCgroup = false\n"
+    );
+    configure_pods(node, &named)
 }

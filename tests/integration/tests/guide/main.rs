@@ -105,6 +105,8 @@ const PAGES: &[Story] = &[
             Left(3, "needs crictl; the suite cri makes its calls"),
             Left(4, "needs buildah and a registry"),
             Left(5, "needs an archive of the kubelet; the suite cri has one"),
+            Left(6, "needs a cluster; the suite cluster applies it"),
+            Left(7, "needs a cluster; the suite cluster drains nodes"),
         ],
         replace: &[],
     },

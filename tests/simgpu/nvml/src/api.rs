@@ -181,6 +181,53 @@ unsafe extern "C" fn nvmlDeviceGetMinorNumber(device: Handle, minor: *mut u32) -
     })
 }
 
+/// What NVIDIA's device plugin needs to know of an H100 or H200.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetCudaComputeCapability(
+    device: Handle,
+    major: *mut i32,
+    minor: *mut i32,
+) -> i32 {
+    answer(|| {
+        library::with_device(place(device)?, |_| ())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(major, 9) }?;
+        // SAFETY: as above.
+        unsafe { give(minor, 0) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceIsMigDeviceHandle(device: Handle, mig: *mut u32) -> i32 {
+    answer(|| {
+        library::with_device(place(device)?, |_| ())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(mig, 0) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMaxMigDeviceCount(device: Handle, count: *mut u32) -> i32 {
+    answer(|| {
+        library::with_device(place(device)?, |_| ())?;
+        // SAFETY: the caller keeps NVML's contract.
+        unsafe { give(count, 7) }
+    })
+}
+
+/// No GPU is divided by the simulation, also where its MIG mode is on.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMigDeviceHandleByIndex(
+    device: Handle,
+    _index: u32,
+    _mig: *mut Handle,
+) -> i32 {
+    answer(|| {
+        library::with_device(place(device)?, |_| ())?;
+        Err(Error::NotFound)
+    })
+}
+
 fn pci_info(info: &GpuInfo) -> Result<PciInfo, Error> {
     let field = |at| {
         let hex = info.pci_address.split([':', '.']).nth(at);

@@ -1,0 +1,68 @@
+//! What a node needs to run pods: containerd's configuration for Kubernetes, and images.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use firn_node::{GoOptions, Image, Node, SlowGo, Suite};
+
+use crate::{Built, IMAGE};
+
+/// The programs of Kubernetes, in one file: `cargo xtask cluster` builds them.
+pub const KUBERNETES: SlowGo = SlowGo {
+    source: concat!(env!("CARGO_MANIFEST_DIR"), "/kubernetes"),
+    name: "kubernetes",
+    options: GoOptions {
+        cgo: false,
+        ldflags: "-s -w -X k8s.io/component-base/version.gitVersion=v1.34.4 \
+                  -X k8s.io/component-base/version.gitMajor=1 \
+                  -X k8s.io/component-base/version.gitMinor=34 \
+                  -X k8s.io/client-go/pkg/version.gitVersion=v1.34.4",
+    },
+};
+/// What stands for the pause image: the container that holds a pod's namespaces.
+const PAUSE: &str = "localhost/firn-pause:latest";
+const CONFIG: &str = "/etc/containerd/config.toml";
+/// Where containerd looks for network plugins: the first is its default, the second Debian's.
+const PLUGINS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
+
+/// Puts the shipped configuration into containerd's as its comments describe, and adds what only tests need,
+/// with these runtimes. For a node whose containerd has not started yet.
+pub fn configure_pods(node: &Node, runtimes: &str) -> Result<()> {
+    let suite = node.record().suite;
+    let base = node.read(CONFIG)?;
+    let shipped = shipped(suite)?;
+    // A machine that is a container itself may not lower it.
+    let own = suite.cri_config(PAUSE) + "restrict_oom_score_adj = true\n";
+    if suite.merges_drop_ins() {
+        node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
+        node.write(CONFIG, base + &own + runtimes)
+    } else {
+        let table = shipped.replace("version = 2\n", "");
+        node.write(CONFIG, base + &own + &table + runtimes)
+    }
+}
+
+fn shipped(suite: Suite) -> Result<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../config/containerd")
+        .join(format!("config-v{}.toml", suite.config_version()));
+    fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
+}
+
+/// Installs a network plugin, and how containerd calls it.
+pub fn install_network_plugin(node: &Node, program: &Path, name: &str) -> Result<()> {
+    for dir in PLUGINS {
+        node.install(program, format!("{dir}/{name}"), 0o755)?;
+    }
+    Ok(())
+}
+
+/// Gives the images of pods and of their sandboxes to the namespace of Kubernetes.
+pub fn import_pod_images(node: &Node) -> Result<()> {
+    let counter = Built::for_tests()?.program("gpu-counter");
+    let image = Image::new(IMAGE).program(counter, "/bin/gpu-counter");
+    image.import_into(node, "k8s.io")?;
+    let pause = Image::new(PAUSE).command(&["sh", "-c", "while :; do sleep 1000; done"]);
+    pause.import_into(node, "k8s.io")
+}

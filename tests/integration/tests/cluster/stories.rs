@@ -1,0 +1,465 @@
+//! What happens in the cluster.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{LOG, Lines};
+use firn_node::wait_for;
+use serde_json::Value;
+
+use crate::cluster::{Cluster, LIMIT, Member};
+
+type Story = fn(&Cluster) -> Result<()>;
+
+pub const STORIES: &[(&str, Story)] = &[
+    ("a drained job goes on on the other node", drained),
+    ("what cannot be drained is named and not touched", not_drained),
+    ("a drain that fails costs nothing", failed_drains),
+    ("a drain keeps what goes on nowhere", late),
+    ("the example of a Job is drained as written", job),
+    ("four replicas start from one checkpoint", replicas),
+];
+
+/// Agents as shipped, but for the image.
+const AGENTS: &str = include_str!("../../../../config/kubernetes/agents.yaml");
+/// The drainer has the roles of agents.yaml.
+const BINDINGS: &str = "
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: drainer}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: firn-drain}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: drainer}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: drainer, namespace: firn-system}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: firn-drain}
+subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: drainer}]
+";
+/// Below this directory pods name checkpoints, as agents.yaml has it.
+const NAMED: &str = "/var/lib/firn/named";
+const CHECKPOINTS: &str = "/var/lib/kubelet/checkpoints";
+const PORT: &str = "8080";
+
+const JOB: &str = include_str!("../../../../examples/kubernetes/job.yaml");
+
+/// A server that answers with the last line of its counter. It starts slowly, unless it is restored.
+fn deployment(name: &str, replicas: u32, annotations: &str) -> String {
+    deployment_on(name, replicas, annotations, "")
+}
+
+fn deployment_on(name: &str, replicas: u32, annotations: &str, selector: &str) -> String {
+    format!(
+        "apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {name}}}
+spec:
+  replicas: {replicas}
+  strategy: {{type: Recreate}}
+  selector: {{matchLabels: {{app: {name}}}}}
+  template:
+    metadata:
+      labels: {{app: {name}}}
+      annotations: {{{annotations}}}
+    spec:
+      runtimeClassName: firn
+      dnsPolicy: Default
+      nodeSelector: {{{selector}}}
+      terminationGracePeriodSeconds: 1
+      containers:
+        - name: server
+          image: localhost/firn-test:latest
+          imagePullPolicy: Never
+          command:
+            - sh
+            - -c
+            - |
+              printf '#!/bin/sh\\ntail -n 1 {LOG}\\n' >/serve
+              chmod +x /serve
+              sleep 5
+              /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8 &
+              exec nc -ll -p {PORT} -e /serve
+          resources: {{limits: {{nvidia.com/gpu: 1}}}}
+"
+    )
+}
+
+/// The pods of a Deployment that run.
+fn running(cluster: &Cluster, name: &str, count: usize) -> Result<Vec<Value>> {
+    wait_for(&format!("{count} pods of {name} that run"), LIMIT, || {
+        let pods = cluster.get(&["pods", "--selector", &format!("app={name}")])?;
+        let pods = pods["items"].as_array().cloned().unwrap_or_default();
+        let runs = |pod: &Value| {
+            pod["metadata"]["deletionTimestamp"].is_null()
+                && pod["status"]["containerStatuses"][0]["state"]["running"].is_object()
+        };
+        Ok((pods.len() == count && pods.iter().all(runs)).then_some(pods))
+    })
+}
+
+/// What the counter of a pod's server answers, once it has gone further than this.
+fn answers(cluster: &Cluster, pod: &Value, beyond: u64) -> Result<u64> {
+    let address = pod["status"]["podIP"]
+        .as_str()
+        .context("the pod has no address")?;
+    wait_for(&format!("an answer beyond {beyond}"), LIMIT, || {
+        let ask = ["busybox", "nc", "-w", "2", address, PORT];
+        let answer = cluster
+            .north
+            .run(&ask)
+            .map(|answer| answer.stdout)
+            .unwrap_or_default();
+        let reached = Lines::parse(&answer).reached(1);
+        Ok((reached > beyond).then_some(reached))
+    })
+}
+
+/// That a pod's counter has left out nothing, repeated nothing, and computed right.
+fn is_right(cluster: &Cluster, pod: &Value) -> Result<()> {
+    let name = pod["metadata"]["name"].as_str().unwrap_or_default();
+    let lines = Lines::parse(&cluster.kubectl(&["exec", name, "--", "cat", LOG])?);
+    match lines.fault_if_carried(1) {
+        None => Ok(()),
+        Some(fault) => Err(anyhow::anyhow!("{name}: {fault}")),
+    }
+}
+
+fn node_of(pod: &Value) -> &str {
+    pod["spec"]["nodeName"].as_str().unwrap_or_default()
+}
+
+/// Lets pods name checkpoints on both nodes, and starts the agents.
+fn allow(cluster: &Cluster) -> Result<()> {
+    for member in cluster.members() {
+        member
+            .host
+            .configure(&format!("[restore]\nfrom-dir = \"{NAMED}\"\n"))?;
+        member.run(&["mkdir", "-p", NAMED])?;
+    }
+    let agents = AGENTS.replace(
+        "image: busybox:1.37",
+        "image: localhost/firn-test:latest\n          imagePullPolicy: Never",
+    );
+    cluster.apply(&(agents + BINDINGS))?;
+    let rollout = [
+        "rollout",
+        "status",
+        "--namespace",
+        "firn-system",
+        "daemonset/firn-agent",
+    ];
+    cluster
+        .kubectl(&[&rollout[..], &["--timeout=60s"]].concat())
+        .map(drop)
+}
+
+/// Starts a Deployment of one pod on the first node.
+fn on_north(cluster: &Cluster, name: &str, annotations: &str) -> Result<Value> {
+    on_north_as(cluster, name, &deployment(name, 1, annotations))
+}
+
+fn on_north_as(cluster: &Cluster, name: &str, deployment: &str) -> Result<Value> {
+    cluster.kubectl(&["cordon", cluster.south.name()])?;
+    cluster.apply(deployment)?;
+    let pod = running(cluster, name, 1)?.remove(0);
+    cluster.kubectl(&["uncordon", cluster.south.name()])?;
+    ensure!(
+        node_of(&pod) == cluster.north.name(),
+        "it is on {}",
+        node_of(&pod)
+    );
+    Ok(pod)
+}
+
+/// Removes a Deployment, and waits until its pods are gone.
+fn remove(cluster: &Cluster, name: &str) -> Result<()> {
+    cluster.kubectl(&["delete", "deployment", name])?;
+    wait_for(&format!("the end of {name}"), LIMIT, || {
+        let pods = cluster.kubectl(&[
+            "get",
+            "pods",
+            "--selector",
+            &format!("app={name}"),
+            "--output",
+            "name",
+        ])?;
+        Ok(pods.is_empty().then_some(()))
+    })
+}
+
+/// The files of a directory of a node, also those of its directories.
+fn files(member: &Member, dir: &str) -> Result<String> {
+    Ok(member.run(&["find", dir, "-type", "f"])?.stdout)
+}
+
+fn drained(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let annotations = "firn.dev/restore-from: server=server-moved, firn.dev/restore-fallback: cold";
+    let before = on_north(cluster, "server", annotations)?;
+    answers(cluster, &before, 5)?;
+    let (can, printed) = cluster.drain(&[cluster.north.name(), "--dry-run"])?;
+    ensure!(can && printed.contains("can be moved"), "{printed}");
+    let reached = answers(cluster, &before, 5)?;
+    let (moved, printed) = cluster.drain(&[cluster.north.name()])?;
+    println!("{printed}");
+    ensure!(moved && printed.contains("goes on on south"), "{printed}");
+    let after = running(cluster, "server", 1)?.remove(0);
+    ensure!(
+        node_of(&after) == cluster.south.name(),
+        "it is on {}",
+        node_of(&after)
+    );
+    answers(cluster, &after, reached)?;
+    is_right(cluster, &after)?;
+    let used = cluster.south.host.gpu_memory()?;
+    ensure!(
+        used.iter().filter(|mib| **mib > 0).count() == 1,
+        "GPU memory: {used:?}"
+    );
+    cluster.north.host.gpu_memory().and_then(|used| {
+        ensure!(
+            used.iter().all(|mib| *mib == 0),
+            "GPU memory on its first node: {used:?}"
+        );
+        Ok(())
+    })?;
+    for member in cluster.members() {
+        let left = files(member, NAMED)? + &files(member, CHECKPOINTS)?;
+        ensure!(left.is_empty(), "{}: left are {left}", member.name());
+    }
+    // A node that is drained again has nothing to move.
+    let (done, printed) = cluster.drain(&[cluster.north.name()])?;
+    ensure!(done && printed.contains("0 jobs"), "{printed}");
+    cluster.kubectl(&["uncordon", cluster.north.name()])?;
+    remove(cluster, "server")
+}
+
+fn not_drained(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let pod = on_north(cluster, "plain", "")?;
+    let reached = answers(cluster, &pod, 2)?;
+    let (moved, printed) = cluster.drain(&[cluster.north.name()])?;
+    ensure!(!moved, "it was moved: {printed}");
+    for part in ["names no checkpoint for container server", "nothing was touched"] {
+        ensure!(printed.contains(part), "not shown is {part:?}: {printed}");
+    }
+    let node = cluster.get(&["node", cluster.north.name()])?;
+    ensure!(node["spec"]["unschedulable"].is_null(), "it is cordoned");
+    answers(cluster, &pod, reached)?;
+    remove(cluster, "plain")?;
+    // A checkpoint that the operator has put there is not written over.
+    let dir = format!("{NAMED}/default/warm");
+    cluster.south.run(&["mkdir", "-p", &dir])?;
+    let pod = on_north(
+        cluster,
+        "named",
+        "firn.dev/restore-from: warm, firn.dev/restore-fallback: cold",
+    )?;
+    let reached = answers(cluster, &pod, 2)?;
+    let (moved, printed) = cluster.drain(&[cluster.north.name()])?;
+    ensure!(
+        !moved && printed.contains("has a checkpoint default/warm already"),
+        "{printed}"
+    );
+    let (known, printed) = cluster.drain(&["nowhere"])?;
+    ensure!(!known && printed.contains("FIRN-DRAIN-NODE"), "{printed}");
+    answers(cluster, &pod, reached)?;
+    cluster.south.run(&["rmdir", &dir])?;
+    remove(cluster, "named")
+}
+
+/// Shown are these parts, and the drain has failed.
+fn fails(cluster: &Cluster, arguments: &[&str], parts: &[&str]) -> Result<()> {
+    let (moved, printed) = cluster.drain(&[&[cluster.north.name()], arguments].concat())?;
+    ensure!(!moved, "it was moved: {printed}");
+    for part in parts {
+        ensure!(printed.contains(part), "not shown is {part:?}: {printed}");
+    }
+    cluster.kubectl(&["uncordon", cluster.north.name()]).map(drop)
+}
+
+fn failed_drains(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let annotations = "firn.dev/restore-from: server=server-moved, firn.dev/restore-fallback: cold";
+    let pod = on_north(cluster, "server", annotations)?;
+    let reached = answers(cluster, &pod, 2)?;
+    // The job must not be interrupted.
+    cluster.apply(
+        "apiVersion: policy/v1\nkind: PodDisruptionBudget\nmetadata: {name: server}\n\
+         spec: {minAvailable: 1, selector: {matchLabels: {app: server}}}\n",
+    )?;
+    wait_for("the budget", LIMIT, || {
+        let budget = cluster.get(&["pdb", "server"])?;
+        Ok((budget["status"]["currentHealthy"] == 1).then_some(()))
+    })?;
+    fails(
+        cluster,
+        &[],
+        &[
+            "FIRN-DRAIN-KUBECTL",
+            "disruption budget",
+            "1 of 1 jobs were not moved",
+        ],
+    )?;
+    let reached = answers(cluster, &pod, reached)?;
+    cluster.kubectl(&["delete", "pdb", "server"])?;
+    for member in cluster.members() {
+        let left = files(member, NAMED)? + &files(member, CHECKPOINTS)?;
+        ensure!(left.is_empty(), "{}: left are {left}", member.name());
+    }
+    // The other node does not permit restores by name: the job starts cold, and its checkpoint is kept.
+    cluster.south.host.configure("")?;
+    fails(
+        cluster,
+        &[],
+        &["FIRN-DRAIN-COLD", "default/server-moved is kept there"],
+    )?;
+    let cold = running(cluster, "server", 1)?.remove(0);
+    ensure!(
+        node_of(&cold) == cluster.south.name(),
+        "it is on {}",
+        node_of(&cold)
+    );
+    allow(cluster)?;
+    cluster.kubectl(&["cordon", cluster.north.name()])?;
+    let name = cold["metadata"]["name"].as_str().context("a pod has a name")?;
+    cluster.kubectl(&["delete", "pod", name])?;
+    let restored = running(cluster, "server", 1)?.remove(0);
+    answers(cluster, &restored, reached)?;
+    is_right(cluster, &restored)?;
+    cluster.kubectl(&["uncordon", cluster.north.name()])?;
+    remove(cluster, "server")?;
+    forget(cluster)
+}
+
+/// Nothing but the first node may take the job.
+fn late(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let selector = format!("kubernetes.io/hostname: {}", cluster.north.name());
+    let pinned = deployment_on(
+        "pinned",
+        1,
+        "firn.dev/restore-from: pinned-moved, firn.dev/restore-fallback: cold",
+        &selector,
+    );
+    let pod = on_north_as(cluster, "pinned", &pinned)?;
+    answers(cluster, &pod, 2)?;
+    fails(
+        cluster,
+        &["--timeout", "5"],
+        &["FIRN-DRAIN-LATE", "is not scheduled"],
+    )?;
+    ensure!(
+        !files(&cluster.south, NAMED)?.is_empty(),
+        "its checkpoint is gone"
+    );
+    remove(cluster, "pinned")?;
+    forget(cluster)
+}
+
+/// Removes all checkpoints.
+fn forget(cluster: &Cluster) -> Result<()> {
+    for member in cluster.members() {
+        member.run(&["rm", "-rf", &format!("{NAMED}/default")])?;
+        member.run(&["find", CHECKPOINTS, "-type", "f", "-delete"])?;
+    }
+    Ok(())
+}
+
+fn job(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let image = "image: localhost/firn-test:latest\n          imagePullPolicy: Never";
+    cluster.kubectl(&["cordon", cluster.south.name()])?;
+    cluster.apply(&JOB.replace("image: registry.example/gpu-counter:latest", image))?;
+    let reached = |beyond: u64, not: &str| {
+        wait_for(&format!("a log beyond {beyond}"), LIMIT, || {
+            let pods = cluster.get(&["pods", "--selector", "job-name=train"])?;
+            let mut pods = pods["items"].as_array().cloned().unwrap_or_default().into_iter();
+            let pod = pods.find(|pod| pod["status"]["phase"] == "Running" && node_of(pod) != not);
+            let name = pod.as_ref().and_then(|pod| pod["metadata"]["name"].as_str());
+            let Some(name) = name else { return Ok(None) };
+            let lines = Lines::parse(&cluster.kubectl(&["logs", name]).unwrap_or_default());
+            Ok((lines.reached(1) > beyond).then(|| lines.reached(1)))
+        })
+    };
+    let before = reached(1, "")?;
+    cluster.kubectl(&["uncordon", cluster.south.name()])?;
+    let (moved, printed) = cluster.drain(&[cluster.north.name(), "--json"])?;
+    ensure!(moved && printed.contains("\"moved\""), "{printed}");
+    let json = printed.find('{').map_or("", |at| &printed[at..]);
+    let shown: Value = serde_json::Deserializer::from_str(json)
+        .into_iter()
+        .next()
+        .context("no JSON")??;
+    ensure!(
+        shown["jobs"][0]["parts"][0]["checkpoint"] == "train-moved",
+        "{shown}"
+    );
+    ensure!(
+        shown["jobs"][0]["moved"]["node"] == cluster.south.name(),
+        "{shown}"
+    );
+    reached(before, cluster.north.name())?;
+    let job = cluster.get(&["job", "train"])?;
+    ensure!(
+        job["status"]["failed"].is_null(),
+        "a pod counts as failed: {}",
+        job["status"]
+    );
+    cluster.kubectl(&["uncordon", cluster.north.name()])?;
+    cluster
+        .kubectl(&["delete", "job", "train", "--cascade=foreground"])
+        .map(drop)
+}
+
+fn replicas(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let started = |annotations: &str, beyond| -> Result<f64> {
+        let begun = Instant::now();
+        cluster.apply(&deployment("servers", 4, annotations))?;
+        let pods = running(cluster, "servers", 4)?;
+        for pod in &pods {
+            answers(cluster, pod, beyond)?;
+        }
+        let took = begun.elapsed().as_secs_f64();
+        for pod in &pods {
+            is_right(cluster, pod)?;
+        }
+        for member in cluster.members() {
+            let used = member.host.gpu_memory()?;
+            ensure!(
+                used.iter().all(|mib| *mib > 0),
+                "{}: GPU memory {used:?}",
+                member.name()
+            );
+        }
+        remove(cluster, "servers")?;
+        Ok(took)
+    };
+    let cold = started("", 0)?;
+    // One is made warm, and its checkpoint put on both nodes.
+    let pod = on_north(cluster, "source", "")?;
+    let reached = answers(cluster, &pod, 40)?;
+    let name = pod["metadata"]["name"].as_str().context("a pod has a name")?;
+    let url = format!(
+        "/api/v1/nodes/{}/proxy/checkpoint/default/{name}/server",
+        cluster.north.name()
+    );
+    cluster.kubectl(&["create", "--raw", &url, "--filename", "/dev/null"])?;
+    let archive = files(&cluster.north, CHECKPOINTS)?;
+    let archive = archive.trim();
+    cluster
+        .south
+        .install(cluster.north.path(archive), archive, 0o600)?;
+    for member in cluster.members() {
+        let dir = format!("{NAMED}/default/warm");
+        member.run(&["mkdir", "-p", &dir])?;
+        member.run(&["tar", "-xf", archive, "-C", &dir])?;
+        member.run(&["rm", archive])?;
+    }
+    remove(cluster, "source")?;
+    let warm = started("firn.dev/restore-from: server=warm", reached)?;
+    println!("four replicas answer {cold:.1} s after a cold start, {warm:.1} s after a restored one");
+    forget(cluster)
+}
