@@ -1,7 +1,7 @@
 //! Calls of kubectl, which knows how to reach the cluster and as whom.
 
 use std::io::{self, Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde::de::DeserializeOwned;
 
@@ -35,11 +35,7 @@ impl Kubectl {
     /// What it prints.
     pub fn run(&self, arguments: &[&str]) -> Result<String, DrainError> {
         let output = self.command(arguments).stdin(Stdio::null()).output();
-        let output = output.map_err(DrainError::NoKubectl)?;
-        match output.status.success() {
-            true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-            false => Err(failed(arguments, &output.stderr)),
-        }
+        printed(arguments, output)
     }
 
     /// Posts a body to a path of the API server. Returns its answer.
@@ -55,11 +51,7 @@ impl Kubectl {
             .stdin
             .take()
             .map(|mut stdin| stdin.write_all(body.as_bytes()));
-        let output = post.wait_with_output().map_err(DrainError::NoKubectl)?;
-        match output.status.success() {
-            true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-            false => Err(failed(&arguments, &output.stderr)),
-        }
+        printed(&arguments, post.wait_with_output())
     }
 
     /// Objects, as JSON.
@@ -132,10 +124,7 @@ impl Kubectl {
         // The target sees the end of its input by now, the source a closed pipe at the latest.
         let (source, target) = (source.wait_with_output(), target.wait_with_output());
         for (arguments, ended) in [(&read, source), (&write, target)] {
-            let ended = ended.map_err(DrainError::NoKubectl)?;
-            if !ended.status.success() {
-                return Err(failed(arguments, &ended.stderr));
-            }
+            printed(arguments, ended)?;
         }
         copied.map_err(|error| failed(&write, error.to_string().as_bytes()))
     }
@@ -155,6 +144,15 @@ fn copy(source: &mut Child, target: &mut Child, sent: &mut impl FnMut(u64)) -> i
         to.write_all(&buffer[..count])?;
         all += count as u64;
         sent(all);
+    }
+}
+
+/// What a call has printed, if it has succeeded.
+fn printed(arguments: &[&str], output: io::Result<Output>) -> Result<String, DrainError> {
+    let output = output.map_err(DrainError::NoKubectl)?;
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        false => Err(failed(arguments, &output.stderr)),
     }
 }
 

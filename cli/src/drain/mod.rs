@@ -137,7 +137,7 @@ fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
         }
     }
     let failed = outcomes.iter().filter(|outcome| outcome.is_err()).count();
-    report(args, &jobs, &outcomes);
+    report(args, &jobs, &outcomes, failed);
     Ok(movable && failed == 0)
 }
 
@@ -152,8 +152,7 @@ struct Moved {
     took: Duration,
 }
 
-fn report(args: &DrainArgs, jobs: &[Job], outcomes: &[Outcome]) {
-    let failed = outcomes.iter().filter(|outcome| outcome.is_err()).count();
+fn report(args: &DrainArgs, jobs: &[Job], outcomes: &[Outcome], failed: usize) {
     if args.json {
         let rows = jobs.iter().enumerate().map(|(at, job)| {
             let mut row = json!(job);
