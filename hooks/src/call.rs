@@ -1,11 +1,13 @@
 //! Calls a hook of the job in its container (docs/design/decisions/0018-hooks-of-the-job.md).
 //!
 //! The shim sends a [`Call`] on standard input, and reads an [`Answer`] from standard output. The shim kills
-//! this process if it does not end in time: a file of the container may be on a file system that hangs.
+//! this process if it does not end in time: a file of the container may be on a file system that hangs. After
+//! a call without an answer it starts another one that ends what the first has left.
 
 mod exec;
 mod http;
 mod job_dir;
+mod remains;
 mod signal;
 
 use std::io::{Read, stdin};
@@ -43,11 +45,20 @@ impl Output {
     }
 }
 
-/// Calls the hook that standard input names.
-pub fn run() -> Result<()> {
+fn read() -> Result<Call> {
     let mut call = Vec::new();
     stdin().take(CALL).read_to_end(&mut call)?;
-    let call: Call = serde_json::from_slice(&call).context("the call is not understood")?;
+    serde_json::from_slice(&call).context("the call is not understood")
+}
+
+/// Ends the processes of the call that standard input has: whoever made it was killed.
+pub fn end() -> Result<()> {
+    remains::end(&read()?)
+}
+
+/// Calls the hook that standard input names.
+pub fn run() -> Result<()> {
+    let call = read()?;
     let mut output = Output::default();
     let failure = make(&call, &mut output).err();
     let answer = Answer {

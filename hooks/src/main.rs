@@ -63,6 +63,8 @@ run by the shim; results are JSON on standard output:
                      converts the spec's GPU requests into edits, by CDI files
   call               calls a hook of the job in its container: reads what to call
                      as JSON from standard input
+  end-call           ends the processes of a call whose firn-hook was killed: reads
+                     that call
   library-dirs       prints the directories of the libraries in CDI files
   memory             copies memory of stopped processes: reads what to copy as JSON
                      from standard input
@@ -121,6 +123,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
             rootfs().and_then(|rootfs| libraries::update_ldcache(&rootfs, &paths))
         }
         ["call"] => call::run(),
+        ["end-call"] => call::end(),
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
         ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)).and_then(answer),

@@ -135,7 +135,7 @@ impl Caller<'_> {
             facts,
         };
         let input = serde_json::to_vec(&call).map_err(|error| failed(error.to_string()))?;
-        let mut command = Command::new(program);
+        let mut command = Command::new(&program);
         command.arg("call");
         let output = self
             .reaper
@@ -146,8 +146,25 @@ impl Caller<'_> {
             .await
             .ok_or(HookError::Killed)?;
         let printed = output.map_err(|error| Chain(&error).to_string());
-        let printed = printed.and_then(|output| output.printed()).map_err(failed)?;
-        serde_json::from_slice(&printed).map_err(|error| failed(error.to_string()))
+        match printed.and_then(|output| output.printed()) {
+            Ok(printed) => serde_json::from_slice(&printed).map_err(|error| failed(error.to_string())),
+            Err(why) => {
+                self.end(&program, &input).await;
+                Err(failed(why))
+            }
+        }
+    }
+
+    /// Ends the processes of a call that was given up. Their hook has failed: what they still did would come
+    /// after the next hook.
+    async fn end(self, program: &Path, call: &[u8]) {
+        let mut command = Command::new(program);
+        command.arg("end-call");
+        let ended = self.reaper.output_with_input(&mut command, call, GRACE).await;
+        let ended = ended.map_err(|error| Chain(&error).to_string());
+        if let Err(error) = ended.and_then(|output| output.printed()) {
+            log::warn!("a hook of {} may still run: {error}", self.container.id);
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde::de::DeserializeOwned;
 
-use super::DrainError;
+use super::error::DrainError;
 
 /// Namespace and label of the agents.
 const AGENTS: [&str; 4] = ["--namespace", "firn-system", "--selector", "app=firn-agent"];

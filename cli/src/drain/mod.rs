@@ -3,23 +3,24 @@
 //! kubectl reaches the cluster. The kubelet of the node makes the checkpoints; agents
 //! (config/kubernetes/agents.yaml) carry them from node to node; pods restore them by their annotation.
 
+mod error;
 mod kubectl;
 mod pods;
 
 use std::collections::BTreeMap;
-use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use firn_config::names;
-use firn_host::{Problem, ProblemLine};
+use firn_host::ProblemLine;
 use serde::Deserialize;
 use serde_json::json;
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};
 use crate::text::bytes;
+use error::DrainError;
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
 
@@ -31,51 +32,6 @@ const BUNDLES: &str = "/host/bundles/k8s.io";
 /// How often a person sees that it is still under way.
 const PROGRESS: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(500);
-
-/// Why jobs are not moved.
-#[derive(Debug, thiserror::Error, Problem)]
-pub enum DrainError {
-    #[error("cannot run kubectl")]
-    #[problem("FIRN-DRAIN-KUBECTL", "install kubectl; firn drain calls it")]
-    NoKubectl(#[source] io::Error),
-    #[error("`kubectl {call}`: {message}")]
-    #[problem(
-        "FIRN-DRAIN-KUBECTL",
-        "the job runs on where it was; --context names the cluster"
-    )]
-    Kubectl { call: String, message: String },
-    #[error("node {node} has no agent of firn")]
-    #[problem(
-        "FIRN-DRAIN-NODE",
-        "`kubectl apply -f agents.yaml`, which firn has in config/kubernetes"
-    )]
-    NoAgent { node: String },
-    #[error("no other node has an agent of firn and can take pods")]
-    #[problem("FIRN-DRAIN-NODE", "uncordon one, and see `kubectl get pods -n firn-system`")]
-    NoTarget,
-    #[error("node {node} has a checkpoint {path} already")]
-    #[problem("FIRN-DRAIN-NODE", "remove it there if nothing is restored from it any more")]
-    Taken { node: String, path: String },
-    #[error("the kubelet answers {answer:?}")]
-    #[problem("FIRN-DRAIN-KUBECTL", "the job runs on where it was")]
-    Answer { answer: String },
-    #[error(
-        "container {container} of pod {pod} has started cold on node {node}; checkpoint {path} is kept there"
-    )]
-    #[problem(
-        "FIRN-DRAIN-COLD",
-        "containerd's log there has the reason; once that is repaired, delete the pod: the next is restored"
-    )]
-    Cold {
-        pod: String,
-        container: String,
-        node: String,
-        path: String,
-    },
-    #[error("no pod goes on in the place of {pod} after {seconds} s{seen}; its checkpoints are kept")]
-    #[problem("FIRN-DRAIN-LATE", "`kubectl describe pod` has the reason; see --timeout")]
-    Late { pod: String, seconds: u64, seen: String },
-}
 
 /// The kubelet's answer to a checkpoint.
 #[derive(Debug, Deserialize)]
@@ -139,6 +95,16 @@ fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
     let failed = outcomes.iter().filter(|outcome| outcome.is_err()).count();
     report(args, &jobs, &outcomes, failed);
     Ok(movable && failed == 0)
+}
+
+/// What has become of a job that was ended.
+enum Seen {
+    GoesOn {
+        pod: String,
+        node: String,
+    },
+    /// For a message; empty while no pod has taken its place.
+    Waits(String),
 }
 
 /// Where a job goes on, or why it does not.
@@ -224,17 +190,29 @@ impl Drain {
         self.kubectl.on(&agent.pod, script, arguments)
     }
 
-    fn exists(&self, agent: &Agent, path: &str) -> Result<bool, DrainError> {
-        let shown = self.on(agent, "[ ! -e \"$1\" ] || echo there", &[path])?;
-        Ok(!shown.is_empty())
+    /// Those of these paths that are there.
+    fn existing(&self, agent: &Agent, paths: &[String]) -> Result<Vec<String>, DrainError> {
+        let paths: Vec<&str> = paths.iter().map(String::as_str).collect();
+        let look = "for path; do [ ! -e \"$path\" ] || echo \"$path\"; done";
+        let shown = self.on(agent, look, &paths)?;
+        Ok(shown.lines().map(str::to_owned).collect())
+    }
+
+    fn exists(&self, agent: &Agent, path: String) -> Result<bool, DrainError> {
+        Ok(!self.existing(agent, &[path])?.is_empty())
     }
 
     /// Adds an obstacle to jobs whose names are in use: an operator may have put a checkpoint there.
     fn look_for_names(&self, jobs: &mut [Job]) -> Result<(), DrainError> {
-        for job in jobs {
-            for part in &job.parts {
-                for agent in &self.to {
-                    if self.exists(agent, &place(job, part))? {
+        let places = jobs
+            .iter()
+            .flat_map(|job| job.parts.iter().map(|part| place(job, part)));
+        let places: Vec<String> = places.collect();
+        for agent in &self.to {
+            let found = self.existing(agent, &places)?;
+            for job in &mut *jobs {
+                for part in &job.parts {
+                    if found.contains(&place(job, part)) {
                         let (node, path) = (agent.node.clone(), name(job, part));
                         job.obstacles.push(DrainError::Taken { node, path }.to_string());
                     }
@@ -326,7 +304,7 @@ impl Drain {
 
     fn send(&self, job: &Job, part: &Part, archive: &str, agent: &Agent) -> Result<(), DrainError> {
         let place = place(job, part);
-        if self.exists(agent, &place)? {
+        if self.exists(agent, place.clone())? {
             // The nodes share the directory.
             return Ok(());
         }
@@ -364,17 +342,17 @@ impl Drain {
         Ok(())
     }
 
-    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints.
+    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints. The job has
+    /// been ended by now: a call of kubectl that fails is made again.
     fn arrival(&self, job: &Job) -> Result<(String, String), DrainError> {
         let begun = Instant::now();
         let mut seen = String::new();
         while begun.elapsed() < self.timeout {
-            let pods: List<Pod> = self.kubectl.get(&["pods", "--namespace", &job.namespace])?;
-            if let Some(pod) = pods.items.iter().find(|pod| pod.follows(job)) {
-                seen = waits_for(pod);
-                if let Some(node) = self.goes_on(job, pod)? {
-                    return Ok((pod.metadata.name.clone(), node));
-                }
+            match self.look_for_arrival(job) {
+                Ok(Seen::GoesOn { pod, node }) => return Ok((pod, node)),
+                Ok(Seen::Waits(what)) => seen = what,
+                Err(DrainError::Kubectl { call, message }) => seen = format!("; `kubectl {call}`: {message}"),
+                Err(error) => return Err(error),
             }
             thread::sleep(PAUSE);
         }
@@ -382,6 +360,20 @@ impl Drain {
             pod: format!("{}/{}", job.namespace, job.pod),
             seconds: self.timeout.as_secs(),
             seen,
+        })
+    }
+
+    fn look_for_arrival(&self, job: &Job) -> Result<Seen, DrainError> {
+        let pods: List<Pod> = self.kubectl.get(&["pods", "--namespace", &job.namespace])?;
+        let Some(pod) = pods.items.iter().find(|pod| pod.follows(job)) else {
+            return Ok(Seen::Waits(String::new()));
+        };
+        Ok(match self.goes_on(job, pod)? {
+            Some(node) => Seen::GoesOn {
+                pod: pod.metadata.name.clone(),
+                node,
+            },
+            None => Seen::Waits(waits_for(pod)),
         })
     }
 
@@ -397,23 +389,30 @@ impl Drain {
                 return Ok(None);
             };
             let Some(agent) = self.to.iter().find(|agent| agent.node == *node) else {
-                return Err(self.cold(job, part, node));
+                return Err(self.elsewhere(job, part, node));
             };
             let id = running.id.trim_start_matches("containerd://");
             let file = format!("{BUNDLES}/{id}/{}", names::BUNDLE_RESTORED_FROM);
-            if !self.exists(agent, &file)? {
-                return Err(self.cold(job, part, node));
+            if !self.exists(agent, file)? {
+                return Err(DrainError::Cold {
+                    pod: format!("{}/{}", job.namespace, job.pod),
+                    container: part.container.clone(),
+                    node: node.clone(),
+                    path: name(job, part),
+                });
             }
         }
         Ok(Some(node.clone()))
     }
 
-    fn cold(&self, job: &Job, part: &Part, node: &str) -> DrainError {
-        DrainError::Cold {
+    fn elsewhere(&self, job: &Job, part: &Part, node: &str) -> DrainError {
+        let kept: Vec<&str> = self.to.iter().map(|agent| &*agent.node).collect();
+        DrainError::Elsewhere {
             pod: format!("{}/{}", job.namespace, job.pod),
             container: part.container.clone(),
             node: node.to_owned(),
             path: name(job, part),
+            kept: kept.join(", "),
         }
     }
 

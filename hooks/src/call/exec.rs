@@ -11,18 +11,17 @@ use firn_oci::Spec;
 use firn_oci::job_hook::Call;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl::set_child_subreaper;
-use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-use super::{Output, POLL};
+use super::{Output, POLL, remains};
 
 /// The OCI process of the hook, and the file with its pid, in the bundle.
-const PROCESS: &str = "firn-hook-process.json";
+pub(super) const PROCESS: &str = "firn-hook-process.json";
 const PID: &str = "firn-hook.pid";
 
-/// Runs the program and waits for its end. It is killed at the deadline, with its process group.
+/// Runs the program and waits for its end. It is killed at the deadline, with what it has started.
 pub fn run(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {
     let done = run_with(call, spec, argv, deadline, output);
     for file in [PROCESS, PID] {
@@ -63,7 +62,7 @@ fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output
         Some(WaitStatus::Exited(_, 0)) => (),
         Some(_) => bail!("the OCI runtime has not started {}", argv[0]),
         None => {
-            let _ = kill(of_runtime, Signal::SIGKILL);
+            remains::end(call)?;
             bail!("the OCI runtime has not started {} in time", argv[0]);
         }
     }
@@ -75,10 +74,8 @@ fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output
         Some(WaitStatus::Exited(_, code)) => bail!("{} ended with exit status {code}", argv[0]),
         Some(WaitStatus::Signaled(_, signal, _)) => bail!("{} was ended by {signal}", argv[0]),
         _ => {
-            // The runtime has made it the leader of a session.
-            let _ = kill(Pid::from_raw(-pid.as_raw()), Signal::SIGKILL);
-            let _ = kill(pid, Signal::SIGKILL);
-            let _ = waitpid(pid, None);
+            remains::end(call)?;
+            let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
             bail!("{} has not ended in time and was killed", argv[0])
         }
     }

@@ -11,7 +11,7 @@ use firn_lab::{
     BUNDLES, COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left,
     nothing_left_but_metadata, on,
 };
-use firn_node::{Platform, wait_for};
+use firn_node::{Platform, Process, wait_for};
 use serde_json::Value;
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -288,6 +288,56 @@ fn a_prepare_hook_that_fails_cancels_the_checkpoint(platform: Platform) -> Resul
     })
 }
 
+/// What a hook does and what it has started ends with its firn-hook, whenever that is killed: no word of it
+/// comes after the hook `failed`.
+fn a_hook_ends_with_its_firn_hook_before_the_next_is_called(platform: Platform) -> Result<()> {
+    on([host(platform, "jh-end", 1)?], |[host]| {
+        let late = "sleep 2; echo late >>/calls";
+        let prepare = format!(
+            "exec: [\"sh\", \"-c\", \"setsid sh -c '{late}' & touch /waits; trap '' TERM HUP; {late}\"]"
+        );
+        let job = job(host, &[("prepare", &prepare), ("failed", "exec: /hook")])?;
+        let is_call = |process: &Process| {
+            process.command == "firn-hook" && process.args.get(1).is_some_and(|verb| verb == "call")
+        };
+        let waits = host.node().path(format!("{BUNDLES}/job/rootfs/waits"));
+        // While the runtime starts the program, and while that runs.
+        for (round, ready) in [0, 20, 40, 60, 80]
+            .iter()
+            .map(|ms| (ms, false))
+            .chain([(&0, true)])
+        {
+            let mut client = host.node().spawn(&["ctr", "tasks", "checkpoint", "job"])?;
+            let pid = wait_for("firn-hook", WAIT, || {
+                let found = host.node().processes().into_iter().find(is_call);
+                Ok(found
+                    .filter(|_| !ready || waits.exists())
+                    .map(|process| process.pid))
+            })?;
+            std::thread::sleep(Duration::from_millis(*round));
+            host.node().run(&["kill", "-KILL", &pid.to_string()])?;
+            ensure!(!client.wait()?.success(), "the checkpoint has succeeded");
+            let noted = calls(&job)?;
+            let last = noted.last().context("no call")?;
+            ensure!(
+                last[0] == "failed" && last.join(" ").contains("FIRN-HOOK-PREPARE"),
+                "{last:?}"
+            );
+            let left = job.exec(&["ps", "-o", "args"])?;
+            ensure!(!left.contains("late"), "after {round} ms: {left}");
+            if waits.exists() {
+                job.exec(&["rm", "/waits"])?;
+            }
+        }
+        std::thread::sleep(Duration::from_secs(3));
+        let noted = calls(&job)?;
+        ensure!(names(&noted) == ["failed"; 6], "{noted:?}");
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
 /// The image stays good: where the hook succeeds it is restored.
 fn a_restored_hook_that_fails_ends_the_restore(platform: Platform) -> Result<()> {
     let hosts = [host(platform, "jh-r", 1)?, host(platform, "jh-s", 2)?];
@@ -501,6 +551,7 @@ fn main() -> ExitCode {
         hooks_come_from_labels_of_the_image [FORKY];
         jobs_are_called_by_http_and_by_signal [FORKY];
         a_prepare_hook_that_fails_cancels_the_checkpoint [FORKY, TRIXIE];
+        a_hook_ends_with_its_firn_hook_before_the_next_is_called [FORKY_V2, TRIXIE];
         a_restored_hook_that_fails_ends_the_restore [FORKY, TRIXIE];
         a_resumed_hook_that_fails_keeps_the_image [FORKY];
         hooks_can_be_forbidden_and_wrong_ones_are_refused_at_create [FORKY];

@@ -30,6 +30,23 @@ pub fn go_lacks() -> Option<String> {
     }
 }
 
+/// The program `name`, kept under `tag`; what is missing is built by `build`, which puts a program of this name
+/// into the directory that it gets.
+fn kept(name: &str, tag: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let store = Store::open()?.go()?;
+    let kept = store.join(format!("{name}-{tag}"));
+    let _lock = lock(&store.join(format!("{name}.lock")))?;
+    if kept.exists() {
+        return Ok(kept);
+    }
+    progress(&format!("building {name} {tag}: a minute or more, once"));
+    let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
+    build(new.path()).with_context(|| format!("build {name} {tag}"))?;
+    fs::rename(new.path().join(name), &kept)?;
+    progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
+    Ok(kept)
+}
+
 /// The command of this package (`example.org/module/cmd/name`) at this version (`v1.2.3`), built if it is not
 /// kept yet.
 ///
@@ -38,24 +55,13 @@ pub fn go_install(package: &str, version: &str) -> Result<PathBuf> {
     let Some((_, name)) = package.rsplit_once('/') else {
         bail!("not a package: {package}")
     };
-    let store = Store::open()?.go()?;
-    let kept = store.join(format!("{name}-{version}"));
-    let _lock = lock(&store.join(format!("{name}.lock")))?;
-    if kept.exists() {
-        return Ok(kept);
-    }
-    progress(&format!("building {package} {version}: a minute or more, once"));
-    let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
-    let built = host::run(
-        go(&["install", "-trimpath", &format!("{package}@{version}")])
-            .current_dir(new.path())
-            .env("GOBIN", new.path()),
-    );
-    built
-        .and_then(|()| Ok(fs::rename(new.path().join(name), &kept)?))
-        .with_context(|| format!("build {package} {version}"))?;
-    progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
-    Ok(kept)
+    kept(name, version, |new| {
+        host::run(
+            go(&["install", "-trimpath", &format!("{package}@{version}")])
+                .current_dir(new)
+                .env("GOBIN", new),
+        )
+    })
 }
 
 /// How a command is built.
@@ -77,35 +83,22 @@ pub fn go_build_of(
     prepare: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<PathBuf> {
     let name = package.rsplit_once('/').map_or(package, |(_, name)| name);
-    let store = Store::open()?.go()?;
-    let kept = store.join(format!("{name}-{version}"));
-    let _lock = lock(&store.join(format!("{name}.lock")))?;
-    if kept.exists() {
-        return Ok(kept);
-    }
-    progress(&format!("building {module} {version}: a minute or more, once"));
-    let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
-    let build = || -> Result<()> {
+    kept(name, version, |new| {
         let download = go(&["mod", "download", "-json", &format!("{module}@{version}")]);
-        let found = host::output({ download }.current_dir(new.path()))?;
+        let found = host::output({ download }.current_dir(new))?;
         let found: serde_json::Value = serde_json::from_str(&found)?;
         let dir = found["Dir"].as_str().context("the module has no directory")?;
-        let source = new.path().join("source");
+        let source = new.join("source");
         host::run(Command::new("cp").args(["-r", dir]).arg(&source))?;
         host::run(Command::new("chmod").args(["-R", "u+w"]).arg(&source))?;
         prepare(&source)?;
-        let program = new.path().join(name);
         host::run(
             options
-                .build(&["-mod=mod"], &program)
+                .build(&["-mod=mod"], &new.join(name))
                 .arg(format!("./{package}"))
                 .current_dir(&source),
-        )?;
-        Ok(fs::rename(program, &kept)?)
-    };
-    build().with_context(|| format!("build {module} {version}"))?;
-    progress(&format!("built {name} in {} s", begin.elapsed().as_secs()));
-    Ok(kept)
+        )
+    })
 }
 
 impl GoOptions {
@@ -135,45 +128,35 @@ pub struct SlowGo {
 }
 
 impl SlowGo {
-    fn place(&self) -> Result<PathBuf> {
+    /// Of the source and how it is built.
+    fn tag(&self) -> Result<String> {
         let mut source = Sha256::new_with_prefix(self.options.ldflags);
         for file in ["go.mod", "go.sum", "main.go"] {
             let path = Path::new(self.source).join(file);
             source.update(fs::read(&path).with_context(|| format!("read {}", path.display()))?);
         }
-        let tag: String = source.finalize()[..6]
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        Ok(Store::open()?.go()?.join(format!("{}-{tag}", self.name)))
+        let digest = source.finalize();
+        Ok(digest[..6].iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// The command, if it was built from what the directory holds now.
     pub fn kept(&self) -> Result<Option<PathBuf>> {
-        let place = self.place()?;
+        let place = Store::open()?
+            .go()?
+            .join(format!("{}-{}", self.name, self.tag()?));
         Ok(place.exists().then_some(place))
     }
 
     /// Builds the command if it is not kept.
     pub fn build(&self) -> Result<PathBuf> {
-        let place = self.place()?;
-        let store = Store::open()?.go()?;
-        let _lock = lock(&store.join(format!("{}.lock", self.name)))?;
-        if place.exists() {
-            return Ok(place);
-        }
-        let (begin, new) = (Instant::now(), tempfile::tempdir_in(&store)?);
-        let program = new.path().join(self.name);
-        host::run(
-            self.options
-                .build(&[], &program)
-                .arg(".")
-                .current_dir(self.source),
-        )
-        .with_context(|| format!("build {}", self.name))?;
-        fs::rename(program, &place)?;
-        progress(&format!("built {} in {} s", self.name, begin.elapsed().as_secs()));
-        Ok(place)
+        kept(self.name, &self.tag()?, |new| {
+            host::run(
+                self.options
+                    .build(&[], &new.join(self.name))
+                    .arg(".")
+                    .current_dir(self.source),
+            )
+        })
     }
 }
 

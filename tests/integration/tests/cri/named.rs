@@ -41,9 +41,11 @@ pub const POINTS: &[Point] = &[
 const FROM: &str = "/var/lib/firn/named";
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A counter that has written a file as well as its log.
+/// A counter that has written two files as well as its log. The larger has more than half of its layer.
 fn counter() -> Value {
-    let count = format!("echo text >/written; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8");
+    let count = format!(
+        "echo text >/written; seq 20000 >/larger; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8"
+    );
     json!(["sh", "-c", count])
 }
 
@@ -187,7 +189,8 @@ fn unfit(cri: Cri<'_>) -> Result<String> {
         let by_fallback = is_cold(cri, &falls_back(), &special)?;
         // A layer that was unpacked in part: the kubelet's next attempt has other files.
         let layer = format!("{FROM}/default/warm/rootfs-diff.tar");
-        cri.host.node().run(&["truncate", "--size=-600", &layer])?;
+        let cut_in_half = format!("truncate --size=$(($(stat -c %s {layer}) / 2)) {layer}");
+        cri.host.node().run(&["sh", "-ec", &cut_in_half])?;
         let cut = refused(cri, &falls_back(), &on_gpu(0, &cold()))?;
         let mut next = on_gpu(0, &cold());
         next["annotations"] = json!({ "io.kubernetes.container.restartCount": "1" });

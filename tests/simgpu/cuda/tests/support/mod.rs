@@ -9,6 +9,7 @@ pub mod freezer;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -343,9 +344,17 @@ impl Counter {
 
     /// Its next line that was not read yet.
     pub fn line(&self) -> String {
-        self.lines
-            .recv_timeout(PATIENCE)
-            .expect("the counter prints nothing")
+        match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => line,
+            Err(mpsc::RecvTimeoutError::Timeout) => panic!("the counter prints nothing"),
+            Err(mpsc::RecvTimeoutError::Disconnected) => panic!("the counter ended: {}", self.errors()),
+        }
+    }
+
+    /// What it printed as errors before it ended.
+    fn errors(&self) -> String {
+        let errors = self.child.stderr.as_ref().unwrap().as_fd();
+        std::io::read_to_string(fs::File::from(errors.try_clone_to_owned().unwrap())).unwrap()
     }
 
     /// Waits for the next line that begins with `start`.
