@@ -33,6 +33,7 @@ import live_moves
 import moves
 import patient
 import pauses
+import peer
 import ranks
 import released
 import samples
@@ -201,7 +202,7 @@ def known_cases(args):
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
-        *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(),
+        *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
     ]
 
 
@@ -238,6 +239,10 @@ def arguments():
     parser.add_argument("--pause-other-gib", default="8,56", help="GiB of the two jobs in the case `pause-other`")
     parser.add_argument("--cycles", type=int, default=200, help="pauses in the case `pause-cycles`")
     parser.add_argument("--turns", type=int, default=50, help="turns in the case `time-slices`")
+    parser.add_argument("--peer", help="directory with cuda_plugin.so and cuda-checkpoint, for the cases `peer-SIZE`")
+    parser.add_argument("--peer-gib", default="8,32", help="GiB of the cases `peer-SIZE` and `second-SIZE`")
+    parser.add_argument("--peer-ways", help="comma list of stock, image, store, store-huge: those of the cases `peer-SIZE`")
+    parser.add_argument("--peer-rounds", type=int, default=1, help="rounds of the cases `peer-SIZE`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")

@@ -342,8 +342,8 @@ impl Drain {
         Ok(())
     }
 
-    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints. The job has
-    /// been ended by now: a call of kubectl that fails is made again.
+    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints. The job
+    /// has been ended by now: a call of kubectl that fails is made again.
     fn arrival(&self, job: &Job) -> Result<(String, String), DrainError> {
         let begun = Instant::now();
         let mut seen = String::new();

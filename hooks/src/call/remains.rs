@@ -1,5 +1,5 @@
-//! Ends the processes of a hook that was not waited for: they must not work for a hook that has failed while the
-//! next one is called.
+//! Ends the processes of a hook that was not waited for: they must not work for a hook that has failed while
+//! the next one is called.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

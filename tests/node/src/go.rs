@@ -30,8 +30,8 @@ pub fn go_lacks() -> Option<String> {
     }
 }
 
-/// The program `name`, kept under `tag`; what is missing is built by `build`, which puts a program of this name
-/// into the directory that it gets.
+/// The program `name`, kept under `tag`. If it is missing, `build` puts a program of this name into the
+/// directory that it gets.
 fn kept(name: &str, tag: &str, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let store = Store::open()?.go()?;
     let kept = store.join(format!("{name}-{tag}"));
