@@ -22,6 +22,7 @@ pub enum Command {
     Inspect(InspectArgs),
     Plan(PlanArgs),
     Audit(AuditArgs),
+    Checkpoint(CheckpointArgs),
     Restore(RestoreArgs),
     Resume(ResumeArgs),
     MoveGpu(MoveGpuArgs),
@@ -76,6 +77,32 @@ pub struct AuditArgs {
     /// it.
     #[arg(long, value_name = "DIR")]
     pub image_dir: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Checkpoint the containers of a Kubernetes pod at one moment.
+///
+/// All running containers of the pod stand still before the first is dumped, and go on afterwards. There are
+/// images of all of them, or of none: DIR/CONTAINER has the processes and the files that the container has
+/// written, as the kubelet's archive does. A pod restores them by its annotation firn.dev/restore-from.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn checkpoint --pod default/server /var/lib/firn/named/default\n\n\
+                  Exit status: 0 done, 1 failed: all containers go on, 2 wrong usage."
+)]
+pub struct CheckpointArgs {
+    /// The pod, as NAMESPACE/NAME. It runs on this node.
+    #[arg(long)]
+    pub pod: String,
+    /// The directory that gets the images. firn makes it if it is not there.
+    pub dir: PathBuf,
+    /// Namespace of the containers in containerd.
+    #[arg(long, short, default_value = "k8s.io")]
+    pub namespace: String,
+    #[command(flatten)]
+    pub containerd: Socket,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -99,6 +99,36 @@ struct GotContainer {
 }
 
 #[derive(Clone, PartialEq, Message)]
+struct ListContainers {
+    #[prost(string, repeated, tag = "1")]
+    filters: Vec<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ListedContainers {
+    #[prost(message, repeated, tag = "1")]
+    containers: Vec<Container>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct ListedTasks {
+    #[prost(message, repeated, tag = "1")]
+    tasks: Vec<ListedTask>,
+}
+
+/// `containerd.v1.types.Process`
+#[derive(Clone, PartialEq, Message)]
+struct ListedTask {
+    #[prost(string, tag = "2")]
+    id: String,
+    #[prost(int32, tag = "4")]
+    status: i32,
+}
+
+/// `containerd.v1.types.Status.RUNNING`
+const RUNNING: i32 = 2;
+
+#[derive(Clone, PartialEq, Message)]
 struct GetMounts {
     #[prost(string, tag = "1")]
     snapshotter: String,
@@ -202,6 +232,22 @@ impl Containerd {
             .call("/containerd.services.containers.v1.Containers/Get", id.to_owned())
             .await?;
         Ok(got.container.unwrap_or_default())
+    }
+
+    /// The containers with this label.
+    pub async fn with_label(&self, (name, value): (&str, &str)) -> Result<Vec<Container>, CallError> {
+        let filters = vec![format!("labels.{name:?}=={value:?}")];
+        let call = "/containerd.services.containers.v1.Containers/List";
+        let listed: ListedContainers = self.call(call, ListContainers { filters }).await?;
+        Ok(listed.containers)
+    }
+
+    /// Ids of the containers whose tasks run.
+    pub async fn running(&self) -> Result<Vec<String>, CallError> {
+        let call = "/containerd.services.tasks.v1.Tasks/List";
+        let listed: ListedTasks = self.call(call, ()).await?;
+        let running = listed.tasks.into_iter().filter(|task| task.status == RUNNING);
+        Ok(running.map(|task| task.id).collect())
     }
 
     /// What has to be mounted for a container's root file system.

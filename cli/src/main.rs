@@ -18,6 +18,7 @@ mod leftovers;
 mod moves;
 mod output;
 mod plan;
+mod pod;
 mod program;
 mod restore;
 mod status;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         },
         Command::Restore(args) => restore::run(&args),
         Command::Resume(args) => moves::resume(&args),
+        Command::Checkpoint(args) => pod::run(&args),
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),

@@ -50,7 +50,8 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    match runtime.block_on(with_progress(task, gpus, doing)) {
+    let doing = format!("{doing} {}", task.id);
+    match runtime.block_on(with_progress(&doing, call(task, gpus))) {
         Ok(()) => {
             let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
             match task.json {
@@ -74,15 +75,16 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
 /// Why it does not go on, for a person: the shim's error, which has its own code and remedy, or one of ours.
 type Failure = String;
 
-async fn with_progress(task: &TaskArgs, gpus: &str, doing: &str) -> Result<(), Failure> {
+/// Waits for a call. A person sees from time to time what it does.
+pub async fn with_progress<T>(doing: &str, call: impl Future<Output = T>) -> T {
     let begun = Instant::now();
-    let mut call = Box::pin(call(task, gpus));
+    let mut call = Box::pin(call);
     let mut ticks = interval(PROGRESS);
     ticks.tick().await;
     loop {
         tokio::select! {
             done = &mut call => return done,
-            _ = ticks.tick() => note!("firn: {doing} {}: {} s", task.id, begun.elapsed().as_secs()),
+            _ = ticks.tick() => note!("firn: {doing}: {} s", begun.elapsed().as_secs()),
         }
     }
 }
@@ -112,6 +114,6 @@ async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
 }
 
 /// Whether an error is one of firn's: it has a code.
-fn is_firns(message: &str) -> bool {
+pub fn is_firns(message: &str) -> bool {
     message.starts_with("FIRN-") || message.contains(": FIRN-") || message.starts_with("cannot ")
 }

@@ -31,6 +31,9 @@ pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 /// The image directory in an archive of the kubelet, as containerd writes it.
 pub const ARCHIVE_IMAGE: &str = "checkpoint";
 
+/// What the container had written, in such an archive.
+pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
+
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
 /// `CONTAINER=NAME,...` for some of its containers.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
@@ -44,6 +47,8 @@ pub const ANNOTATION_RESTORE_RESTARTS: &str = "firn.dev/restore-restarts";
 
 /// Annotations by containerd's CRI plugin: the pod's namespace, and the container's name in the pod.
 pub const ANNOTATION_CRI_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+/// See [`ANNOTATION_CRI_NAMESPACE`].
+pub const ANNOTATION_CRI_POD: &str = "io.kubernetes.cri.sandbox-name";
 /// See [`ANNOTATION_CRI_NAMESPACE`].
 pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
 
@@ -84,6 +89,10 @@ pub const ANNOTATION_GPU_BUSY: &str = "firn.dev/gpu-busy";
 /// In the annotations of a task's update: the GPUs that the container gets from now on, by UUID or index, or
 /// [`SAME_GPUS`].
 pub const ANNOTATION_MOVE_GPU: &str = "firn.dev/move-gpu";
+
+/// In an update, like [`ANNOTATION_MOVE_GPU`]: the containers of a pod that are to be checkpointed at one
+/// moment, as a JSON object of the image directory of each id.
+pub const ANNOTATION_CHECKPOINT_POD: &str = "firn.dev/checkpoint-pod";
 
 /// A value of [`ANNOTATION_MOVE_GPU`]: those that it has.
 pub const SAME_GPUS: &str = "same";

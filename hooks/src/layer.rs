@@ -4,6 +4,8 @@
 //! hostile. It is unpacked from within the new root file system, which no path and no link leads out of.
 //! Device nodes are left out: the archive gives no right to a device.
 
+mod kept;
+
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -21,6 +23,8 @@ use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use rustix::fs::{XattrFlags, lsetxattr};
 use tar::{Archive, Entry, EntryType};
+
+pub use kept::keep;
 
 use crate::rights;
 
@@ -124,7 +128,7 @@ fn attributes<R: Read>(entry: &mut Entry<'_, R>) -> Result<Vec<(OsString, Vec<u8
         let Some(name) = extension.key_bytes().strip_prefix(ATTRIBUTE.as_bytes()) else {
             continue;
         };
-        if name == b"security.capability" || name.starts_with(b"user.") {
+        if may_be_kept(name) {
             found.push((
                 OsString::from_vec(name.to_vec()),
                 extension.value_bytes().to_vec(),
@@ -132,6 +136,10 @@ fn attributes<R: Read>(entry: &mut Entry<'_, R>) -> Result<Vec<(OsString, Vec<u8
         }
     }
     Ok(found)
+}
+
+fn may_be_kept(name: &[u8]) -> bool {
+    name == b"security.capability" || name.starts_with(b"user.")
 }
 
 /// Counts the zeros at the end of what was read.

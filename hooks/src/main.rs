@@ -72,6 +72,8 @@ run by the shim; results are JSON on standard output:
   apply-layer ROOT ARCHIVE
                      unpacks the files that a container had written; prints how
                      many device nodes were left out
+  keep-layer BUNDLE ARCHIVE
+                     archives the files that the container has written
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
@@ -127,6 +129,7 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
         ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)).and_then(answer),
+        ["keep-layer", bundle, archive] => layer::keep(Path::new(bundle), Path::new(archive)),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
         ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),

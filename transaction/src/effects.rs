@@ -69,6 +69,9 @@ pub trait Dump: Device {
     /// Finds the CUDA processes and refuses what cannot be checkpointed. Changes nothing; the container may
     /// be frozen.
     fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
+    /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
+    /// anything is locked, and again when this one stands still.
+    fn meet(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
     /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;

@@ -9,7 +9,7 @@ use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
 use firn_transaction::checkpoint::{self, Request};
-use firn_transaction::container::Action;
+use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
@@ -38,12 +38,25 @@ pub(super) async fn checkpoint(
             file_locks: options.file_locks,
         },
         empty_namespaces: options.empty_namespaces,
+        meeting: None,
+        layer: None,
     };
-    let result = match caught(checkpoint::run(&container, &request, &service.reaper)).await {
+    transact(service, &container, &request)
+        .await
+        .map(|()| Empty::default())
+}
+
+/// The transaction, and how it has ended for events. The caller holds the operation lock.
+pub(super) async fn transact(
+    service: &Arc<Service>,
+    container: &Arc<Container>,
+    request: &Request,
+) -> Result<(), TaskError> {
+    let result = match caught(checkpoint::run(container, request, &service.reaper)).await {
         Ok(result) => result,
-        Err(_) => Err(checkpoint::rollback_after_panic(&container, &service.reaper).await),
+        Err(_) => Err(checkpoint::rollback_after_panic(container, &service.reaper).await),
     };
     let result = result.map_err(TaskError::from);
-    service.ended(&container, Operation::Checkpoint, &result);
-    result.map(|()| Empty::default())
+    service.ended(container, Operation::Checkpoint, &result);
+    result
 }

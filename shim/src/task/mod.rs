@@ -12,6 +12,7 @@ mod exit;
 mod kill;
 mod moves;
 mod pause;
+mod pod;
 mod start;
 mod state;
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Update: new limits, handed to the runtime as the client wrote them; or other GPUs.
+//! Update: new limits, handed to the runtime as the client wrote them; other GPUs; a checkpoint of a pod.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
-use super::{Service, TaskError, moves};
+use super::{Service, TaskError, moves, pod};
 use firn_transaction::container::Action;
 use firn_transaction::runc::RuntimeMessage;
 
@@ -15,6 +15,9 @@ use firn_transaction::runc::RuntimeMessage;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -> Result<Empty, TaskError> {
+    if let Some(images) = pod::wanted(&request.annotations)? {
+        return pod::checkpoint(service, images).await;
+    }
     let container = service.container(&request.id)?;
     container.admit(Action::Update)?;
     // The runtime looks at the freezer, and may turn it off and on: not while somebody relies on it.

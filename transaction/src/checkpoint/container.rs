@@ -31,6 +31,7 @@ use crate::effects::{self, Device, Dump};
 use crate::huge_pages;
 use crate::journal::{self, Journal, Operation};
 use crate::killed_criu;
+use crate::layer;
 use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::procfs;
@@ -90,6 +91,8 @@ pub(super) struct Progress {
     pub(super) prepared: bool,
     /// The container is parked.
     pub(super) parked: Option<Parked>,
+    /// How often it has joined the other containers that are checkpointed at the same moment.
+    met: usize,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
@@ -440,8 +443,27 @@ impl Dump for ContainerEffects<'_> {
         Ok(cuda)
     }
 
+    async fn meet(&mut self) -> Result<(), EffectError> {
+        let Some(meeting) = &self.request.meeting else {
+            return Ok(());
+        };
+        self.progress.met += 1;
+        match self
+            .cancel
+            .unless_cancelled(meeting.join(self.progress.met))
+            .await
+        {
+            Some(true) => Ok(()),
+            Some(false) => Err(EffectError::Others),
+            None => Err(EffectError::Killed),
+        }
+    }
+
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.timings.mark(Phase::Freeze);
+        if let Some(archive) = &self.request.layer {
+            unless_cancelled(&self.cancel, layer::keep(self.container, archive, self.reaper)).await?;
+        }
         let described = self.describe(processes);
         let copied = self.dump_memory().await?;
         self.log_saved(copied.memory.as_ref());

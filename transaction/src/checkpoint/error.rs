@@ -17,6 +17,7 @@ use crate::driver::WorkerError;
 use crate::image_dir::{ImageDirError, is_containerds};
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
+use crate::layer::LayerError;
 use crate::lease::LeaseError;
 use crate::look::LookError;
 use crate::memory::CopyError;
@@ -78,6 +79,14 @@ pub enum EffectError {
     #[error("the container was killed")]
     #[problem("FIRN-ENDED", "restore an earlier checkpoint, or start it again")]
     Killed,
+    #[error(transparent)]
+    Layer(#[from] LayerError),
+    #[error("another container of its pod cannot be checkpointed")]
+    #[problem(
+        "FIRN-POD",
+        "see the error of that container in containerd's log; this one goes on"
+    )]
+    Others,
     #[error("firn itself has failed; containerd's log has the panic")]
     #[problem("FIRN-INTERNAL", "report it with containerd's log")]
     Panicked,
@@ -419,6 +428,20 @@ impl CheckpointError {
                 image,
             },
         }
+    }
+
+    /// Whether it failed because another container of its pod has.
+    pub fn is_of_others(&self) -> bool {
+        matches!(
+            self,
+            Self::Refused {
+                cause: EffectError::Others,
+                ..
+            } | Self::RolledBack {
+                cause: EffectError::Others,
+                ..
+            }
+        )
     }
 
     /// What kind of failure it is, for the caller's own codes.

@@ -17,6 +17,7 @@ mod plain;
 mod rollback;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use firn_config::Config;
 use firn_image::manifest::DumpFlags;
@@ -33,6 +34,7 @@ use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Begin};
 use crate::look::{self, Checked};
+use crate::meeting::Meeting;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Checkpoint};
 use dump::WorkDir;
@@ -53,6 +55,10 @@ pub struct Request {
     pub flags: DumpFlags,
     /// Namespaces that are dumped without their content.
     pub empty_namespaces: Vec<String>,
+    /// The containers that are checkpointed at the same moment.
+    pub meeting: Option<Arc<Meeting>>,
+    /// The archive that gets what the container has written to its root file system.
+    pub layer: Option<PathBuf>,
 }
 
 impl Request {
@@ -65,6 +71,8 @@ impl Request {
             exit: false,
             flags: DumpFlags::default(),
             empty_namespaces: Vec::new(),
+            meeting: None,
+            layer: None,
         }
     }
 

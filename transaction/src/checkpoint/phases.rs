@@ -106,7 +106,9 @@ impl<'e, E: Dump> Begun<'e, E> {
     pub async fn gpu_lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
         let inspected = async {
             self.effects.enter(Phase::Inspect).await?;
-            self.effects.inspect().await
+            let processes = self.effects.inspect().await?;
+            self.effects.meet().await?;
+            Ok(processes)
         };
         let refused = |source| Failure::new(Phase::Inspect, source);
         let processes = inspected.await.map_err(refused)?;
@@ -161,6 +163,7 @@ impl<'e, E: Dump> Locked<'e, E> {
             self.locked.extend(new);
             effects.gpu_lock(&pids).await?;
         }
+        effects.meet().await?;
         effects.hold(restore_tids(&self.processes)).await?;
         effects.thaw().await?;
         self.gpu_checkpointing = true;
@@ -347,7 +350,11 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
     pub(crate) async fn parked(effects: &'e mut E) -> Result<Self, Failure<E::Error>> {
         let inspected = async {
             effects.enter(Phase::Inspect).await?;
-            effects.inspect().await
+            let processes = effects.inspect().await?;
+            effects.meet().await?;
+            // It stands still already.
+            effects.meet().await?;
+            Ok(processes)
         };
         let processes = inspected.await;
         let processes = processes.map_err(|source| Failure::new(Phase::Inspect, source))?;

@@ -9,7 +9,7 @@ use firn_oci::criu_config;
 use firn_preflight::OtherGpus;
 
 use super::dump::{Leftovers, WorkDir};
-use super::error::CheckpointError;
+use super::error::{CheckpointError, EffectError};
 use super::phases::Failure;
 use super::{KEPT_LOG, Request};
 use crate::blocking::tidy;
@@ -19,6 +19,8 @@ use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
 use crate::killed_criu;
+use crate::layer;
+use crate::meeting::Meeting;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
@@ -86,19 +88,65 @@ async fn dump_plain(
     journal: &Journal,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
+    let guard = container.transaction.begin();
+    let dump = dump_now(
+        container,
+        request,
+        (was_frozen, plugins),
+        (journal, &guard.cancel),
+        reaper,
+    );
+    let Some(meeting) = &request.meeting else {
+        return dump.await;
+    };
+    let still = async {
+        stand_still(container, meeting).await?;
+        // Order matters: after the dump it is for the runtime to keep it frozen.
+        match &request.layer {
+            Some(archive) => Ok(layer::keep(container, archive, reaper).await?),
+            None => Ok(()),
+        }
+    };
+    let still = guard.cancel.unless_cancelled(still).await;
+    let dumped = match still.unwrap_or(Err(EffectError::Killed)) {
+        Ok(()) => dump.await,
+        Err(cause) => Err(CheckpointError::refused(container, cause)),
+    };
+    reset_freezer(container, was_frozen, &guard.cancel).await;
+    dumped
+}
+
+/// Freezes the container, and returns when all others that are checkpointed at the same moment stand still.
+async fn stand_still(container: &Container, meeting: &Meeting) -> Result<(), EffectError> {
+    if !meeting.join(1).await {
+        return Err(EffectError::Others);
+    }
+    container.cgroup()?.freeze_outside_vfork(RESET).await?;
+    match meeting.join(2).await {
+        true => Ok(()),
+        false => Err(EffectError::Others),
+    }
+}
+
+async fn dump_now(
+    container: &Container,
+    request: &Request,
+    (was_frozen, plugins): (bool, Option<&Path>),
+    (journal, cancel): (&Journal, &CancellationToken),
+    reaper: &Reaper,
+) -> Result<(), CheckpointError> {
     let image = &request.image;
     enter_image(container, image, journal).await?;
     let work = WorkDir::choose(container, request);
     let made = work.clone();
     tidy("make CRIU's work directory", move || made.make()).await;
-    let guard = container.transaction.begin();
     let bounds = Bounds {
         deadline: None,
         journal,
-        cancel: &guard.cancel,
+        cancel,
         freezer: None,
     };
-    freeze_outside_vfork(container, was_frozen, &guard.cancel).await;
+    freeze_outside_vfork(container, was_frozen, cancel).await;
     let inside = image.inside();
     let paths = (&*inside, &*work.path);
     let call = request.call(paths, &request.flags, !request.exit, plugins, bounds);
@@ -106,11 +154,11 @@ async fn dump_plain(
     let dumped = dumped.map_err(|error| error.with_path(&inside, image.path()));
     journal::point("dump-left").await;
     if dumped.is_err() {
-        killed_criu::release(container, &work.log(), &guard.cancel, reaper).await;
+        killed_criu::release(container, &work.log(), cancel, reaper).await;
     }
-    if dumped.is_err() && !guard.cancel.is_cancelled() {
+    if dumped.is_err() && !cancel.is_cancelled() {
         // Not for a container that is being killed: a frozen cgroup would delay its end.
-        reset_freezer(container, was_frozen, &guard.cancel).await;
+        reset_freezer(container, was_frozen, cancel).await;
     }
     let gone = image.at(|image| image.check()).await.err();
     let complete = dumped.is_ok() && gone.is_none();
@@ -118,7 +166,7 @@ async fn dump_plain(
     if complete {
         seal(image).await;
     }
-    let is_left = gone.is_some() || dumped.is_err() && guard.cancel.is_cancelled();
+    let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
     let left = Leftovers {
         image: is_left.then(|| image.clone()),
         work: Some(work),
@@ -142,7 +190,7 @@ async fn dump_plain(
         }),
     };
     let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
-    left.tidy(container, keep_log, complete, &guard.cancel).await;
+    left.tidy(container, keep_log, complete, cancel).await;
     journal::point("dump-tidied").await;
     result
 }

@@ -37,6 +37,8 @@ pub(crate) struct World {
     pub locked_network: bool,
     /// Nothing could stop these tasks yet.
     pub let_run: bool,
+    /// How often it has met the other containers of the same checkpoint.
+    pub met: usize,
     pub dumped: Option<Vec<i32>>,
     /// The container is killed in the n-th call of all, and no call works any more.
     pub killed: Option<usize>,
@@ -308,7 +310,19 @@ impl Dump for World {
         Ok(self.processes())
     }
 
+    async fn meet(&mut self) -> Result<(), Injected> {
+        self.call("meet")?;
+        self.met += 1;
+        assert!(
+            self.met == 1 || self.frozen,
+            "it meets others and runs: {:?}",
+            self.calls
+        );
+        Ok(())
+    }
+
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), Injected> {
+        assert_eq!(self.met, 2, "dump without the others: {:?}", self.calls);
         assert!(
             self.frozen && !self.held,
             "dump of a running container: {:?}",

@@ -24,8 +24,6 @@ use crate::warn::OrWarn;
 
 /// Every image of CRIU has this file.
 const INVENTORY: &str = "inventory.img";
-/// What the container had written, in an archive of the kubelet.
-const LAYER: &str = "rootfs-diff.tar";
 
 /// A checkpoint that a container is restored from because its pod names it.
 #[derive(Debug, PartialEq, Eq)]
@@ -182,7 +180,7 @@ impl Wish {
                 layer: None,
             });
         }
-        let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(LAYER));
+        let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
         if !look(&image)?.is_some_and(|found| found.is_dir()) {
             return Err(NameError::Absent { path });
         }
@@ -371,11 +369,11 @@ mod tests {
             })
         };
         assert_eq!(wish.find_now(&config), named(None));
-        symlink("/etc/passwd", dir.join(LAYER)).unwrap();
+        symlink("/etc/passwd", dir.join(names::ARCHIVE_LAYER)).unwrap();
         assert!(matches!(refused(&config), NameError::Unreadable { .. }), "a link");
-        fs::remove_file(dir.join(LAYER)).unwrap();
-        fs::write(dir.join(LAYER), "").unwrap();
-        assert_eq!(wish.find_now(&config), named(Some(LAYER)));
+        fs::remove_file(dir.join(names::ARCHIVE_LAYER)).unwrap();
+        fs::write(dir.join(names::ARCHIVE_LAYER), "").unwrap();
+        assert_eq!(wish.find_now(&config), named(Some(names::ARCHIVE_LAYER)));
         fs::write(dir.join(INVENTORY), "").unwrap();
         let whole = Named {
             image: dir.clone(),

@@ -6,7 +6,7 @@ use super::case::{Disk, Fault, FaultAt, Flow};
 use crate::GpuHost;
 
 /// Where failing file systems of a checkpoint are mounted, each below a number.
-const MOUNTS: &str = "/srv/disk";
+pub(super) const MOUNTS: &str = "/srv/disk";
 /// File systems of their own from the beginning, so that they can be filled: containerd's bundles and its
 /// work directories.
 const BUNDLES: &str = "/run/containerd/io.containerd.runtime.v2.task";

@@ -13,7 +13,7 @@ use super::testbed::{Asked, Call, ID, Job, Testbed};
 use crate::StallFs;
 
 /// Where the file system is mounted; the image and work directories on it.
-const POINT: &str = "/srv/stall";
+pub(super) const POINT: &str = "/srv/stall";
 const IMAGE: &str = "/srv/stall/images/case";
 const WORK: &str = "/srv/stall/work";
 /// Where a container has it that binds it.

@@ -15,6 +15,7 @@ mod named;
 mod pods;
 mod resources;
 mod streams;
+mod together;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -101,6 +102,7 @@ fn points() -> Vec<Point> {
         resources::POINTS,
         checkpoints::POINTS,
         named::POINTS,
+        together::POINTS,
     ]
     .concat()
 }

@@ -38,7 +38,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
 ];
 
-const FROM: &str = "/var/lib/firn/named";
+pub const FROM: &str = "/var/lib/firn/named";
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A counter that has written two files as well as its log. The larger has more than half of its layer.
@@ -49,13 +49,13 @@ fn counter() -> Value {
     json!(["sh", "-c", count])
 }
 
-fn on_gpu(gpu: u32, command: &Value) -> Value {
+pub fn on_gpu(gpu: u32, command: &Value) -> Value {
     json!({ "command": command, "CDIDevices": [{ "name": format!("nvidia.com/gpu={gpu}") }] })
 }
 
 /// What a copy would run if it were not restored: it computes nothing, and shows whether it found the
 /// checkpoint's files.
-fn cold() -> Value {
+pub fn cold() -> Value {
     json!([
         "sh",
         "-c",
@@ -92,7 +92,7 @@ fn keep(cri: Cri<'_>, name: &str) -> Result<u64> {
 }
 
 /// Runs the story with checkpoints that pods of the namespace `default` may name.
-fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> {
     cri.host
         .configure(&format!("[restore]\nfrom-dir = \"{FROM}\"\n"))?;
     let done = story();

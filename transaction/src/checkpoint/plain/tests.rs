@@ -43,6 +43,8 @@ fn request(image: PathBuf) -> Request {
         exit: false,
         flags: DumpFlags::default(),
         empty_namespaces: Vec::new(),
+        meeting: None,
+        layer: None,
     }
 }
 

@@ -7,7 +7,7 @@ fn parked() -> World {
     let mut world = World::new([10, 20], false);
     block_on(park(&mut world, false)).unwrap();
     is_parked(&world);
-    (world.calls, world.phases) = (Vec::new(), Vec::new());
+    (world.calls, world.phases, world.met) = (Vec::new(), Vec::new(), 0);
     world
 }
 

@@ -1,0 +1,199 @@
+//! `firn checkpoint --pod`: the containers of a pod at one moment.
+//!
+//! The pod's shim does it. containerd hands it the annotations of an update, and has no call for pods.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::DirBuilder;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::Result;
+use firn_config::names;
+use firn_host::{Problem, ProblemLine};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::args::CheckpointArgs;
+use crate::containerd::{CallError, Container, Containerd};
+use crate::moves::{is_firns, with_progress};
+use crate::output::{self, line, note};
+
+/// The label that containerd's CRI gives containers of pods.
+const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
+
+/// Why there are no checkpoints of a pod.
+#[derive(Debug, thiserror::Error, Problem)]
+enum PodError {
+    #[error("{pod:?} names no pod")]
+    #[problem("FIRN-POD", "give the pod as NAMESPACE/NAME")]
+    Name { pod: String },
+    #[error("no container of pod {pod} runs here")]
+    #[problem("FIRN-NO-CONTAINER", "see `crictl ps`; the pod must be on this node")]
+    None { pod: String },
+    #[error("two containers {name} of pods {pod} run here")]
+    #[problem("FIRN-POD", "wait until the former pod of this name has ended")]
+    Two { pod: String, name: String },
+    #[error("cannot make {}", path.display())]
+    #[problem(
+        "FIRN-POD",
+        "name a directory that has nothing of these containers, and whose parent is there"
+    )]
+    Directory { path: PathBuf, source: io::Error },
+    #[error("the shim of container {id} does not checkpoint pods: {message}")]
+    #[problem(
+        "FIRN-POD",
+        "run the pod with firn's runtime handler, and the shim of this version"
+    )]
+    Shim { id: String, message: String },
+    #[error("{0}")]
+    #[problem("FIRN-POD", "every container of the pod goes on")]
+    Checkpoint(String),
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+pub fn run(args: &CheckpointArgs) -> Result<bool> {
+    let begun = Instant::now();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let doing = format!("checkpoint of pod {}", args.pod);
+    match runtime.block_on(with_progress(&doing, checkpoint(args))) {
+        Ok(images) => {
+            let took = begun.elapsed();
+            match args.json {
+                true => output::json(&json!({"pod": args.pod, "images": images, "ms": took.as_millis()}))?,
+                false => {
+                    for (name, image) in &images {
+                        line!("{name}: {}", image.display());
+                    }
+                    line!("{} goes on, after {:.1} s", args.pod, took.as_secs_f64());
+                }
+            }
+            Ok(true)
+        }
+        Err(error) => {
+            let message = match &error {
+                // It has its own code and remedy.
+                PodError::Checkpoint(message) => message.clone(),
+                error => ProblemLine(error).to_string(),
+            };
+            match args.json {
+                true => output::json(&json!({"failure": message}))?,
+                false => note!("firn: {message}"),
+            }
+            Ok(false)
+        }
+    }
+}
+
+/// Returns the image of each container, by its name in the pod.
+async fn checkpoint(args: &CheckpointArgs) -> Result<BTreeMap<String, PathBuf>, PodError> {
+    let containerd = Containerd::connect(&args.containerd.address, &args.namespace).await?;
+    let containers = containers(&containerd, &args.pod).await?;
+    let dir = std::path::absolute(&args.dir).map_err(|source| PodError::Directory {
+        path: args.dir.clone(),
+        source,
+    })?;
+    let mut made = Made(Vec::new());
+    if !dir.is_dir() {
+        made.directory(&dir)?;
+    }
+    let (mut images, mut by_id) = (BTreeMap::new(), BTreeMap::new());
+    for (name, id) in containers {
+        let place = dir.join(&name);
+        made.directory(&place)?;
+        let image = place.join(names::ARCHIVE_IMAGE);
+        by_id.insert(id, image.clone());
+        images.insert(name, image);
+    }
+    let one = by_id.keys().next().cloned().unwrap_or_default();
+    let wanted = json!(by_id).to_string();
+    let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted)]);
+    match containerd.annotate(&one, annotations).await {
+        Ok(()) => {
+            made.0.clear();
+            Ok(images)
+        }
+        Err(CallError::Call { status, .. }) if is_firns(status.message()) => {
+            Err(PodError::Checkpoint(status.message().to_owned()))
+        }
+        Err(CallError::Call { status, .. }) => Err(PodError::Shim {
+            id: one,
+            message: status.message().to_owned(),
+        }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Ids of the pod's containers that run, by their names.
+async fn containers(containerd: &Containerd, pod: &str) -> Result<BTreeMap<String, String>, PodError> {
+    let named = pod
+        .split_once('/')
+        .filter(|(space, name)| !space.is_empty() && !name.is_empty());
+    let (space, name) = named.ok_or_else(|| PodError::Name { pod: pod.to_owned() })?;
+    let (all, running) = (containerd.with_label(KIND).await?, containerd.running().await?);
+    let mut found = BTreeMap::new();
+    for container in all.into_iter().filter(|one| running.contains(&one.id)) {
+        let annotations = annotations(&container);
+        let has = |key: &str, value: &str| annotations.get(key).is_some_and(|has| has == value);
+        if !has(names::ANNOTATION_CRI_NAMESPACE, space) || !has(names::ANNOTATION_CRI_POD, name) {
+            continue;
+        }
+        let name = annotations
+            .get(names::ANNOTATION_CRI_NAME)
+            .cloned()
+            .unwrap_or_default();
+        if found.insert(name.clone(), container.id).is_some() {
+            return Err(PodError::Two {
+                pod: pod.to_owned(),
+                name,
+            });
+        }
+    }
+    match found.is_empty() {
+        true => Err(PodError::None { pod: pod.to_owned() }),
+        false => Ok(found),
+    }
+}
+
+/// Those of the container's spec.
+fn annotations(container: &Container) -> BTreeMap<String, String> {
+    #[derive(Default, Deserialize)]
+    struct Annotated {
+        #[serde(default)]
+        annotations: BTreeMap<String, String>,
+    }
+    let spec = container.spec.as_ref().map_or(&[][..], |spec| &spec.value);
+    serde_json::from_slice::<Annotated>(spec)
+        .unwrap_or_default()
+        .annotations
+}
+
+/// Directories that are removed again, if there are no checkpoints in them.
+struct Made(Vec<PathBuf>);
+
+impl Made {
+    /// Makes a directory for root alone.
+    fn directory(&mut self, path: &Path) -> Result<(), PodError> {
+        let made = DirBuilder::new().mode(0o700).create(path);
+        made.map_err(|source| PodError::Directory {
+            path: path.to_owned(),
+            source,
+        })?;
+        self.0.push(path.to_owned());
+        Ok(())
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            // One that is not empty stays for whoever looks.
+            let _removed = std::fs::remove_dir(path);
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! Keeps what a container has written to its own root file system, as a layer that [`super::apply`] unpacks.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::{self, File, Metadata, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use firn_host::mountinfo;
+use rustix::fs::{lgetxattr, llistxattr};
+use tar::{Builder, EntryType, Header};
+
+use super::{ATTRIBUTE, EMPTIED, REMOVED, may_be_kept};
+
+/// overlayfs marks a directory that hides what is below it.
+const OPAQUE: &str = "trusted.overlay.opaque";
+
+/// Writes the upper directory of the container's root file system into a new archive. Nothing may write there
+/// meanwhile.
+pub fn keep(bundle: &Path, archive: &Path) -> Result<()> {
+    let upper = upper_of(&bundle.join("rootfs"))?;
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create_new(true).mode(0o600).open(archive);
+    let file = file.with_context(|| format!("cannot make {}", archive.display()))?;
+    let written = write(&upper, BufWriter::new(&file)).and_then(|()| Ok(file.sync_all()?));
+    if written.is_err() {
+        let _gone = fs::remove_file(archive);
+    }
+    written.with_context(|| format!("cannot keep {} in {}", upper.display(), archive.display()))
+}
+
+/// The directory with what was written, of an overlay that is mounted there.
+fn upper_of(rootfs: &Path) -> Result<PathBuf> {
+    let mounts = mountinfo::mounted().context("cannot list the mounts")?;
+    let there = mounts.iter().rev().find(|mount| mount.mount_point == rootfs);
+    let options = there.filter(|mount| mount.fs_type == "overlay");
+    let options = options
+        .map(|mount| mount.super_options.split(','))
+        .into_iter()
+        .flatten();
+    let upper = options
+        .filter_map(|option| option.strip_prefix("upperdir="))
+        .next();
+    upper.map(PathBuf::from).with_context(|| {
+        format!(
+            "{} is no overlay: what was written there is not known",
+            rootfs.display()
+        )
+    })
+}
+
+/// Archives everything below `upper`.
+fn write(upper: &Path, into: impl Write) -> Result<()> {
+    let mut archive = Builder::new(into);
+    archive.follow_symlinks(false);
+    let mut links = HashMap::new();
+    add_directory(&mut archive, upper, Path::new(""), &mut links)?;
+    archive.into_inner()?.flush()?;
+    Ok(())
+}
+
+/// `links` has the first name of every file that has several.
+type Links = HashMap<(u64, u64), PathBuf>;
+
+fn add_directory(
+    archive: &mut Builder<impl Write>,
+    upper: &Path,
+    dir: &Path,
+    links: &mut Links,
+) -> Result<()> {
+    let mut entries = fs::read_dir(upper.join(dir))?.collect::<io::Result<Vec<_>>>()?;
+    entries.sort_unstable_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        let name = dir.join(entry.file_name());
+        let metadata = entry.metadata()?;
+        add(archive, upper, &name, &metadata, links).with_context(|| name.display().to_string())?;
+    }
+    Ok(())
+}
+
+fn add(
+    archive: &mut Builder<impl Write>,
+    upper: &Path,
+    name: &Path,
+    metadata: &Metadata,
+    links: &mut Links,
+) -> Result<()> {
+    let (from, kind) = (upper.join(name), metadata.file_type());
+    if kind.is_char_device() && metadata.rdev() == 0 {
+        let removed = [REMOVED, name.file_name().unwrap_or_default().as_bytes()].concat();
+        return marker(archive, &name.with_file_name(OsStr::from_bytes(&removed)));
+    }
+    // Sockets are made by their processes; device nodes are left out when the layer is unpacked, too.
+    if kind.is_socket() || kind.is_char_device() || kind.is_block_device() {
+        return Ok(());
+    }
+    if kind.is_file() && metadata.nlink() > 1 {
+        let first = links
+            .entry((metadata.dev(), metadata.ino()))
+            .or_insert_with(|| name.to_owned());
+        if first != name {
+            let mut header = Header::new_gnu();
+            header.set_metadata(metadata);
+            header.set_entry_type(EntryType::Link);
+            header.set_size(0);
+            return Ok(archive.append_link(&mut header, name, first)?);
+        }
+    }
+    if kind.is_file() || kind.is_dir() {
+        let attributes = attributes(&from)?;
+        let named = |(name, value): &(String, Vec<u8>)| (format!("{ATTRIBUTE}{name}"), value.clone());
+        let named: Vec<_> = attributes
+            .iter()
+            .filter(|(name, _)| may_be_kept(name.as_bytes()))
+            .map(named)
+            .collect();
+        if !named.is_empty() {
+            archive.append_pax_extensions(named.iter().map(|(name, value)| (&**name, &**value)))?;
+        }
+        if kind.is_dir() {
+            archive.append_dir(name, &from)?;
+            if attributes
+                .iter()
+                .any(|(name, value)| name == OPAQUE && value == b"y")
+            {
+                marker(archive, &name.join(OsStr::from_bytes(EMPTIED)))?;
+            }
+            return add_directory(archive, upper, name, links);
+        }
+        return Ok(archive.append_file(name, &mut File::open(&from)?)?);
+    }
+    let mut header = Header::new_gnu();
+    header.set_metadata(metadata);
+    header.set_size(0);
+    Ok(match kind.is_symlink() {
+        true => archive.append_link(&mut header, name, fs::read_link(&from)?)?,
+        false => archive.append_data(&mut header, name, io::empty())?,
+    })
+}
+
+/// An empty file, whose name has a meaning.
+fn marker(archive: &mut Builder<impl Write>, name: &Path) -> Result<()> {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(EntryType::Regular);
+    header.set_mode(0o600);
+    header.set_size(0);
+    Ok(archive.append_data(&mut header, name, io::empty())?)
+}
+
+/// The extended attributes of a file, by name.
+fn attributes(path: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut list = vec![0; 64 << 10];
+    let length = match llistxattr(path, &mut list) {
+        Err(rustix::io::Errno::NOTSUP) => return Ok(Vec::new()),
+        length => length?,
+    };
+    let mut found = Vec::new();
+    for name in list[..length]
+        .split(|byte| *byte == 0)
+        .filter(|name| !name.is_empty())
+    {
+        let mut value = vec![0; 64 << 10];
+        let length = lgetxattr(path, name, &mut value)?;
+        value.truncate(length);
+        found.push((String::from_utf8_lossy(name).into_owned(), value));
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use nix::sys::stat::{Mode, SFlag, mknod};
+    use nix::unistd::mkfifo;
+
+    use super::super::unpack;
+    use super::*;
+
+    #[test]
+    fn what_was_written_and_removed_is_the_same_after_it_was_unpacked() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let at = |path: &str| dir.path().join(path);
+        fs::create_dir_all(at("dir/deep")).unwrap();
+        fs::write(at("dir/deep/file"), vec![7; 300_000]).unwrap();
+        fs::set_permissions(at("dir/deep/file"), fs::Permissions::from_mode(0o4750)).unwrap();
+        fs::hard_link(at("dir/deep/file"), at("dir/other name")).unwrap();
+        symlink("/nowhere", at("link")).unwrap();
+        mkfifo(&at("pipe"), Mode::S_IRUSR).unwrap();
+        let _socket = UnixListener::bind(at("socket")).unwrap();
+        let long = format!("dir/{}", "n".repeat(200));
+        fs::write(at(&long), "long").unwrap();
+        if nix::unistd::geteuid().is_root() {
+            mknod(&at("dir/gone"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+        }
+        let old = |path: &str| root.path().join(path);
+        fs::create_dir(old("dir")).unwrap();
+        fs::write(old("dir/gone"), "of the image").unwrap();
+        fs::write(old("dir/kept"), "of the image").unwrap();
+
+        let mut archive = Vec::new();
+        write(dir.path(), &mut archive).unwrap();
+        assert_eq!(unpack(&*archive, root.path()).unwrap(), 0);
+        let (file, other) = (
+            fs::metadata(old("dir/deep/file")).unwrap(),
+            fs::metadata(old("dir/other name")).unwrap(),
+        );
+        assert_eq!(
+            (file.len(), file.mode() & 0o7777, file.ino()),
+            (300_000, 0o4750, other.ino())
+        );
+        assert_eq!(fs::read_link(old("link")).unwrap(), Path::new("/nowhere"));
+        assert!(fs::symlink_metadata(old("pipe")).unwrap().file_type().is_fifo());
+        assert_eq!(fs::read_to_string(old(&long)).unwrap(), "long");
+        assert!(!old("socket").exists() && old("dir/kept").exists());
+        assert_eq!(old("dir/gone").exists(), !nix::unistd::geteuid().is_root());
+    }
+
+    #[test]
+    fn a_root_file_system_that_is_no_overlay_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = keep(dir.path(), &dir.path().join("layer.tar")).unwrap_err();
+        assert!(error.to_string().contains("is no overlay"), "{error:#}");
+        assert!(!dir.path().join("layer.tar").exists());
+    }
+}

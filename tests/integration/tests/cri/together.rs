@@ -1,0 +1,221 @@
+//! Checkpoints of all containers of a pod at one moment.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{LOG, failure};
+use firn_node::wait_for;
+use serde_json::json;
+
+use crate::Point;
+use crate::checkpoints::computes;
+use crate::client::{Cri, Ctr, Pod};
+use crate::named::{FROM, allowed, cold, on_gpu};
+
+pub const POINTS: &[Point] = &[
+    Point::new(
+        "pod checkpoint: two containers with GPUs and one without stand still at one moment",
+        "at one moment; all go on; copies on each other's GPU go on with the files",
+        whole,
+    )
+    .firn_only(),
+    Point::new(
+        "pod checkpoint: one that cannot be checkpointed keeps all from it",
+        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-UNSUPPORTED; all go on, nothing is left",
+        one_fails,
+    )
+    .firn_only(),
+    Point::new(
+        "pod checkpoint: what names no pod, and a place that is taken",
+        "FIRN-POD, FIRN-NO-CONTAINER, FIRN-POD",
+        wrong,
+    )
+    .firn_only(),
+];
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Counts, and notes the time of each number in seconds: what it has noted shows when it ran. In a copy CRIU
+/// lets this clock go on where it was.
+const CLOCK: &str = "n=0; while :; do n=$((n+1)); read -r now rest </proc/uptime; echo $n $now >>/clock; \
+    sleep 0.02; done";
+
+/// A pod with two counters on a GPU each, and a container that has none.
+struct Three<'h> {
+    pod: Pod<'h>,
+    containers: Vec<Ctr<'h>>,
+}
+
+impl<'h> Three<'h> {
+    fn begin(cri: Cri<'h>) -> Result<Self> {
+        let counter = format!(
+            "echo text >/written; {CLOCK} & exec /bin/gpu-counter --out {LOG} --interval-ms 20 --mib 8"
+        );
+        let pod = cri.pod_annotated("three", &json!({}))?;
+        let counter = json!(["sh", "-c", counter]);
+        let mut containers = Vec::new();
+        for (gpu, name) in (0..).zip(["a", "b"]) {
+            containers.push(pod.start_with(name, &on_gpu(gpu, &counter))?);
+        }
+        containers.push(pod.start("c", CLOCK)?);
+        let three = Self { pod, containers };
+        three.go_on(3)?;
+        Ok(three)
+    }
+
+    /// Waits until every container has gone on.
+    fn go_on(&self, by: u64) -> Result<()> {
+        for counter in &self.containers[..2] {
+            let now = computes(counter, 0)?;
+            computes(counter, now + by)?;
+        }
+        for container in &self.containers {
+            let before = clock(container)?.len();
+            wait_for("the clock", LIMIT, || {
+                Ok((clock(container)?.len() > before).then_some(()))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The longest time in which none of them ran.
+    fn stood_still(&self) -> Result<(f64, f64)> {
+        let mut common = vec![(f64::MIN, f64::MAX)];
+        for container in &self.containers {
+            let times = clock(container)?;
+            let gaps: Vec<(f64, f64)> = times.windows(2).map(|pair| (pair[0], pair[1])).collect();
+            let of_both = |one: &(f64, f64), other: &(f64, f64)| (one.0.max(other.0), one.1.min(other.1));
+            let pairs = common
+                .iter()
+                .flat_map(|one| gaps.iter().map(move |other| of_both(one, other)));
+            common = pairs.filter(|(stopped, went_on)| stopped < went_on).collect();
+        }
+        let longest = common
+            .into_iter()
+            .max_by(|a, b| (a.1 - a.0).total_cmp(&(b.1 - b.0)));
+        longest.context("one of them ran at every time")
+    }
+
+    fn remove(self) -> Result<()> {
+        self.pod.remove(&self.containers.iter().collect::<Vec<_>>())
+    }
+}
+
+/// The times that it has noted. A file that is older or newer than the memory of its process lacks a number
+/// or has one twice.
+fn clock(container: &Ctr<'_>) -> Result<Vec<f64>> {
+    let noted = container.exec("cat /clock")?;
+    // The shell shows the output in quotes.
+    let words: Vec<&str> = noted
+        .split(|c: char| !c.is_ascii_digit() && c != '.')
+        .filter(|word| !word.is_empty())
+        .collect();
+    let begin = words
+        .iter()
+        .position(|word| word.contains('.'))
+        .context(noted.clone())?;
+    let pairs = words[begin.saturating_sub(1)..].chunks_exact(2);
+    let mut times = Vec::new();
+    for (number, pair) in (1..).zip(pairs) {
+        ensure!(
+            pair[0] == format!("{number}"),
+            "{} in the place of {number}",
+            pair[0]
+        );
+        times.push(pair[1].parse().with_context(|| format!("{pair:?}"))?);
+    }
+    Ok(times)
+}
+
+fn checkpoint(cri: Cri<'_>, pod: &str, dir: &str) -> Result<String> {
+    let done = cri.host.node().run(&["firn", "checkpoint", "--pod", pod, dir])?;
+    Ok(done.stdout)
+}
+
+fn whole(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let node = cri.host.node();
+        let dir = format!("{FROM}/default");
+        node.run(&["mkdir", "-p", FROM])?;
+        let three = Three::begin(cri)?;
+        let shown = checkpoint(cri, "default/three", &dir)?;
+        ensure!(shown.contains("three goes on, after"), "{shown}");
+        three.go_on(3)?;
+        let (stopped, went_on) = three.stood_still()?;
+        ensure!(
+            went_on - stopped > 0.1,
+            "they stood still from {stopped} to {went_on}"
+        );
+        let mode = node.run(&["stat", "-c", "%a", &dir])?.stdout;
+        ensure!(mode == "700\n", "the directory has the mode {mode}");
+        three.remove()?;
+
+        let annotations = json!({ "firn.dev/restore-from": "a=a,b=b,c=c" });
+        let copies = cri.pod_annotated("copies", &annotations)?;
+        let a = copies.start_with("a", &on_gpu(1, &cold()))?;
+        let b = copies.start_with("b", &on_gpu(0, &cold()))?;
+        let c = copies.start_with("c", &json!({ "command": cold() }))?;
+        for counter in [&a, &b] {
+            let reached = computes(counter, 0)?;
+            computes(counter, reached + 3)?;
+            let written = counter.exec("cat /written")?;
+            ensure!(written.contains("text"), "the written file has {written:?}");
+        }
+        for copy in [&a, &b, &c] {
+            let before = clock(copy)?;
+            wait_for("the clock", LIMIT, || {
+                Ok((clock(copy)?.len() > before.len()).then_some(()))
+            })?;
+            ensure!(before[0] < stopped, "a copy begins at {}", before[0]);
+        }
+        copies.remove(&[&a, &b, &c])?;
+        Ok("at one moment; all go on; copies on each other's GPU go on with the files".to_owned())
+    })
+}
+
+/// A GPU's container fails in each step of the driver.
+fn one_fails(cri: Cri<'_>) -> Result<String> {
+    let node = cri.host.node();
+    let three = Three::begin(cri)?;
+    let mut codes = Vec::new();
+    for (call, error) in [
+        ("lock", "CUDA_ERROR_NOT_SUPPORTED"),
+        ("checkpoint", "CUDA_ERROR_NOT_SUPPORTED"),
+    ] {
+        cri.host
+            .fault(&["--call", call, "--error", error, "--times", "1"])?;
+        let output = failure(checkpoint(cri, "default/three", "/tmp/pod"))?;
+        cri.host.no_faults()?;
+        let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
+        codes.push(format!(
+            "{call}: {}",
+            code.context(output.clone())?.trim_end_matches(':')
+        ));
+        ensure!(!output.contains("another container of its pod"), "{output}");
+        ensure!(!node.path("/tmp/pod").exists(), "{call}: something is left");
+        three.go_on(3)?;
+    }
+    three.remove()?;
+    Ok(format!("{}; all go on, nothing is left", codes.join("; ")))
+}
+
+fn wrong(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod_annotated("one", &json!({}))?;
+    let container = pod.start("c", CLOCK)?;
+    let node = cri.host.node();
+    node.run(&["mkdir", "-p", "/tmp/taken/c"])?;
+    let mut codes = Vec::new();
+    for (pod, dir) in [
+        ("one", "/tmp/new"),
+        ("default/other", "/tmp/new"),
+        ("default/one", "/tmp/taken"),
+    ] {
+        let output = failure(checkpoint(cri, pod, dir))?;
+        let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
+        codes.push(code.context(output.clone())?.trim_end_matches(':').to_owned());
+        ensure!(!node.path("/tmp/new").exists(), "a directory is left");
+    }
+    node.run(&["rm", "-r", "/tmp/taken"])?;
+    pod.remove(&[&container])?;
+    Ok(codes.join(", "))
+}

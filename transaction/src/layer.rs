@@ -1,0 +1,41 @@
+//! What a container has written to its own root file system.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use firn_config::{Config, find_program, names};
+use firn_host::{Chain, Problem};
+
+use crate::container::Container;
+use crate::reaper::Reaper;
+
+/// A container whose files are not kept.
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum LayerError {
+    #[error("cannot keep the files of container {container} in {}: {why}", archive.display())]
+    #[problem("FIRN-POD", "see that there is room; the container goes on")]
+    Keep {
+        container: String,
+        archive: PathBuf,
+        why: String,
+    },
+    #[error(transparent)]
+    Config(#[from] firn_config::ConfigError),
+    #[error(transparent)]
+    Program(#[from] firn_config::ProgramError),
+}
+
+/// Archives the files of a container that stands still.
+pub async fn keep(container: &Container, archive: &Path, reaper: &Reaper) -> Result<(), LayerError> {
+    let config = Config::load()?;
+    let mut command = Command::new(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?);
+    command.arg("keep-layer").arg(&container.bundle).arg(archive);
+    let output = reaper.output(&mut command, config.deadlines.criu_dump).await;
+    let kept = output.map_err(|error| Chain(&error).to_string());
+    let kept = kept.and_then(|output| output.printed());
+    kept.map(drop).map_err(|why| LayerError::Keep {
+        container: container.id.clone(),
+        archive: archive.to_owned(),
+        why,
+    })
+}
