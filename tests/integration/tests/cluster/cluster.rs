@@ -290,13 +290,37 @@ fn start_device_plugin(member: &Member) -> Result<()> {
     wait_for("the kubelet's socket for plugins", READY, || {
         Ok(member.path(socket).exists().then_some(()))
     })?;
+    run_device_plugin(member, &["--device-list-strategy=cdi-cri"])
+}
+
+fn run_device_plugin(member: &Member, options: &[&str]) -> Result<()> {
     // It would watch for errors of the GPUs, which simulated ones do not have.
     daemon(
         member,
-        "env DP_DISABLE_HEALTHCHECKS=all nvidia-device-plugin --device-list-strategy=cdi-cri \
-         --gds-enabled=false --mofed-enabled=false --gdrcopy-enabled=false --driver-root-ctr-path=/ \
-         --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
+        &format!(
+            "env DP_DISABLE_HEALTHCHECKS=all nvidia-device-plugin {} \
+             --gds-enabled=false --mofed-enabled=false --gdrcopy-enabled=false --driver-root-ctr-path=/ \
+             --nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
+            options.join(" ")
+        ),
     )
+}
+
+/// Ends the plugin of a node and starts it with other options; returns when the kubelet offers so many GPUs.
+pub fn restart_device_plugin(cluster: &Cluster, member: &Member, options: &[&str], gpus: &str) -> Result<()> {
+    let offered = |count: &str| {
+        wait_for(&format!("{count} GPUs of {}", member.name()), READY, || {
+            let node = cluster.get(&["node", member.name()])?;
+            Ok((node["status"]["allocatable"]["nvidia.com/gpu"] == count).then_some(()))
+        })
+    };
+    let processes = member.processes().into_iter();
+    for plugin in processes.filter(|process| process.command.starts_with("nvidia-device")) {
+        member.run(&["kill", &plugin.pid.to_string()])?;
+    }
+    offered("0")?;
+    run_device_plugin(member, options)?;
+    offered(gpus)
 }
 
 fn write_kubeconfig(node: &Node, server: &str) -> Result<()> {

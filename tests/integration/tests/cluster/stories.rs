@@ -8,6 +8,7 @@ use firn_node::wait_for;
 use serde_json::Value;
 
 use crate::cluster::{Cluster, LIMIT, Member};
+use crate::plugins;
 
 type Story = fn(&Cluster) -> Result<()>;
 
@@ -18,6 +19,8 @@ pub const STORIES: &[(&str, Story)] = &[
     ("a drain keeps what goes on nowhere", late),
     ("the example of a Job is drained as written", job),
     ("four replicas start from one checkpoint", replicas),
+    ("each strategy of the device plugin", plugins::strategies),
+    ("a lent GPU is given to an urgent pod and back", plugins::lent),
 ];
 
 /// Agents as shipped, but for the image.
@@ -45,7 +48,7 @@ const PORT: &str = "8080";
 const JOB: &str = include_str!("../../../../examples/kubernetes/job.yaml");
 
 /// A server that answers with the last line of its counter. It starts slowly, unless it is restored.
-fn deployment(name: &str, replicas: u32, annotations: &str) -> String {
+pub fn deployment(name: &str, replicas: u32, annotations: &str) -> String {
     deployment_on(name, replicas, annotations, "")
 }
 
@@ -86,7 +89,7 @@ spec:
 }
 
 /// The pods of a Deployment that run.
-fn running(cluster: &Cluster, name: &str, count: usize) -> Result<Vec<Value>> {
+pub fn running(cluster: &Cluster, name: &str, count: usize) -> Result<Vec<Value>> {
     wait_for(&format!("{count} pods of {name} that run"), LIMIT, || {
         let pods = cluster.get(&["pods", "--selector", &format!("app={name}")])?;
         let pods = pods["items"].as_array().cloned().unwrap_or_default();
@@ -99,7 +102,7 @@ fn running(cluster: &Cluster, name: &str, count: usize) -> Result<Vec<Value>> {
 }
 
 /// What the counter of a pod's server answers, once it has gone further than this.
-fn answers(cluster: &Cluster, pod: &Value, beyond: u64) -> Result<u64> {
+pub fn answers(cluster: &Cluster, pod: &Value, beyond: u64) -> Result<u64> {
     let address = pod["status"]["podIP"]
         .as_str()
         .context("the pod has no address")?;
@@ -116,7 +119,7 @@ fn answers(cluster: &Cluster, pod: &Value, beyond: u64) -> Result<u64> {
 }
 
 /// That a pod's counter has left out nothing, repeated nothing, and computed right.
-fn is_right(cluster: &Cluster, pod: &Value) -> Result<()> {
+pub fn is_right(cluster: &Cluster, pod: &Value) -> Result<()> {
     let name = pod["metadata"]["name"].as_str().unwrap_or_default();
     let lines = Lines::parse(&cluster.kubectl(&["exec", name, "--", "cat", LOG])?);
     match lines.fault_if_carried(1) {
@@ -173,7 +176,7 @@ fn on_north_as(cluster: &Cluster, name: &str, deployment: &str) -> Result<Value>
 }
 
 /// Removes a Deployment, and waits until its pods are gone.
-fn remove(cluster: &Cluster, name: &str) -> Result<()> {
+pub fn remove(cluster: &Cluster, name: &str) -> Result<()> {
     cluster.kubectl(&["delete", "deployment", name])?;
     wait_for(&format!("the end of {name}"), LIMIT, || {
         let pods = cluster.kubectl(&[
@@ -359,7 +362,7 @@ fn late(cluster: &Cluster) -> Result<()> {
 }
 
 /// Removes all checkpoints.
-fn forget(cluster: &Cluster) -> Result<()> {
+pub fn forget(cluster: &Cluster) -> Result<()> {
     for member in cluster.members() {
         member.run(&["rm", "-rf", &format!("{NAMED}/default")])?;
         member.run(&["find", CHECKPOINTS, "-type", "f", "-delete"])?;
