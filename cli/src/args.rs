@@ -90,7 +90,7 @@ pub struct AuditArgs {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn checkpoint --pod default/server /var/lib/firn/named/default\n\n\
-                  Exit status: 0 done, 1 failed: all containers go on, 2 wrong usage."
+                  Exit status: 0 done, 1 failed, 2 wrong usage. All containers go on."
 )]
 pub struct CheckpointArgs {
     /// The pod, as NAMESPACE/NAME. It runs on this node.

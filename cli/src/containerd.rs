@@ -125,8 +125,8 @@ struct ListedTask {
     status: i32,
 }
 
-/// `containerd.v1.types.Status.RUNNING`
-const RUNNING: i32 = 2;
+/// `RUNNING` and `PAUSED` of `containerd.v1.types.Status`.
+const ALIVE: [i32; 2] = [2, 4];
 
 #[derive(Clone, PartialEq, Message)]
 struct GetMounts {
@@ -242,11 +242,14 @@ impl Containerd {
         Ok(listed.containers)
     }
 
-    /// Ids of the containers whose tasks run.
+    /// Ids of the containers whose tasks run or are paused.
     pub async fn running(&self) -> Result<Vec<String>, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/List";
         let listed: ListedTasks = self.call(call, ()).await?;
-        let running = listed.tasks.into_iter().filter(|task| task.status == RUNNING);
+        let running = listed
+            .tasks
+            .into_iter()
+            .filter(|task| ALIVE.contains(&task.status));
         Ok(running.map(|task| task.id).collect())
     }
 

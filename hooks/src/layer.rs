@@ -70,7 +70,11 @@ fn unpack(source: impl Read, root: &Path) -> Result<usize> {
     archive.set_preserve_ownerships(true);
     archive.set_overwrite(true);
     for entry in archive.entries()? {
-        let entry = entry?;
+        let mut entry = entry?;
+        // Order matters: what follows a record that is not understood may look like another one, with a path.
+        for extension in entry.pax_extensions()?.into_iter().flatten() {
+            extension.context("an entry has attributes that are not understood")?;
+        }
         match entry.header().entry_type() {
             EntryType::Char | EntryType::Block => devices += 1,
             EntryType::XGlobalHeader | EntryType::XHeader => {}
@@ -139,7 +143,7 @@ fn attributes<R: Read>(entry: &mut Entry<'_, R>) -> Result<Vec<(OsString, Vec<u8
 }
 
 fn may_be_kept(name: &[u8]) -> bool {
-    name == b"security.capability" || name.starts_with(b"user.")
+    name == b"security.capability" || name.starts_with(b"user.") && !name.starts_with(b"user.overlay.")
 }
 
 /// Counts the zeros at the end of what was read.

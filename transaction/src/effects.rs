@@ -70,7 +70,7 @@ pub trait Dump: Device {
     /// be frozen.
     fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
     /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
-    /// anything is locked, and again when this one stands still.
+    /// anything is locked, and again when this one stands still. The dump waits for their dumps.
     fn meet(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
     /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.

@@ -6,6 +6,7 @@ use std::process::Command;
 use firn_config::{Config, find_program, names};
 use firn_host::{Chain, Problem};
 
+use crate::blocking::tidy;
 use crate::container::Container;
 use crate::reaper::Reaper;
 
@@ -19,10 +20,30 @@ pub enum LayerError {
         archive: PathBuf,
         why: String,
     },
+    #[error("{} is there already", archive.display())]
+    #[problem("FIRN-POD", "name another directory")]
+    Taken { archive: PathBuf },
     #[error(transparent)]
     Config(#[from] firn_config::ConfigError),
     #[error(transparent)]
     Program(#[from] firn_config::ProgramError),
+}
+
+/// Refuses an archive that is there: it is not of this checkpoint.
+pub async fn expect_none(archive: &Path) -> Result<(), LayerError> {
+    let path = archive.to_owned();
+    let exists = tidy("look for an archive", move || path.symlink_metadata().is_ok()).await;
+    match exists {
+        false => Ok(()),
+        true => Err(LayerError::Taken {
+            archive: archive.to_owned(),
+        }),
+    }
+}
+
+/// Removes the archive of a checkpoint that has failed, if it was made.
+pub async fn remove(archive: PathBuf) {
+    tidy("remove an archive", move || drop(std::fs::remove_file(archive))).await;
 }
 
 /// Archives the files of a container that stands still.

@@ -2,7 +2,8 @@
 
 use tokio::sync::watch;
 
-/// A checkpoint of several containers. Each joins twice: before anything is locked, and when it stands still.
+/// A checkpoint of several containers. Each joins three times: before anything is locked, when it stands
+/// still, and when its image is there.
 pub struct Meeting {
     /// How many containers take part.
     count: usize,

@@ -208,7 +208,7 @@ impl Drain {
             .iter()
             .flat_map(|job| job.parts.iter().map(|part| place(job, part)));
         let places: Vec<String> = places.collect();
-        for agent in &self.to {
+        for agent in self.to.iter().filter(|_| !places.is_empty()) {
             let found = self.existing(agent, &places)?;
             for job in &mut *jobs {
                 for part in &job.parts {

@@ -11,6 +11,7 @@ use firn_oci::Spec;
 use firn_oci::job_hook::Call;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::prctl::set_child_subreaper;
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ use super::{Output, POLL, remains};
 
 /// The OCI process of the hook, and the file with its pid, in the bundle.
 pub(super) const PROCESS: &str = "firn-hook-process.json";
-const PID: &str = "firn-hook.pid";
+pub(super) const PID: &str = "firn-hook.pid";
 
 /// Runs the program and waits for its end. It is killed at the deadline, with what it has started.
 pub fn run(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {
@@ -62,7 +63,8 @@ fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output
         Some(WaitStatus::Exited(_, 0)) => (),
         Some(_) => bail!("the OCI runtime has not started {}", argv[0]),
         None => {
-            remains::end(call)?;
+            let _ = kill(of_runtime, Signal::SIGKILL);
+            end(call);
             bail!("the OCI runtime has not started {} in time", argv[0]);
         }
     }
@@ -74,10 +76,20 @@ fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output
         Some(WaitStatus::Exited(_, code)) => bail!("{} ended with exit status {code}", argv[0]),
         Some(WaitStatus::Signaled(_, signal, _)) => bail!("{} was ended by {signal}", argv[0]),
         _ => {
-            remains::end(call)?;
+            // The runtime has made it the leader of a session.
+            let _ = kill(Pid::from_raw(-pid.as_raw()), Signal::SIGKILL);
+            let _ = kill(pid, Signal::SIGKILL);
+            end(call);
             let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
             bail!("{} has not ended in time and was killed", argv[0])
         }
+    }
+}
+
+/// Ends what has left the program's session.
+fn end(call: &Call) {
+    if let Err(error) = remains::end(call) {
+        report!("firn-hook: {error:#}");
     }
 }
 

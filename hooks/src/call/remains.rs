@@ -10,10 +10,13 @@ use firn_oci::job_hook::Call;
 use nix::unistd::getppid;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use super::exec::PROCESS;
+use super::exec::{PID, PROCESS};
 
 /// How long all of them may take to end.
 const LIMIT: Duration = Duration::from_secs(2);
+/// How long runc may take to start the program in a process, or to end without its parent. The init of a
+/// container that was not started looks the same.
+const STARTS: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// What a process is to a call of a hook.
@@ -28,33 +31,50 @@ enum Kind {
 /// Ends the OCI runtime that starts the program of this call, the program, and what that has started. They
 /// are descendants of the shim, which is the parent of this process.
 pub fn end(call: &Call) -> Result<()> {
-    let (deadline, shim) = (Instant::now() + LIMIT, getppid().as_raw());
+    let (begun, shim) = (Instant::now(), getppid().as_raw());
+    let program = bounded::read(&call.bundle.join(PID)).ok();
+    let program = program.and_then(|pid| String::from_utf8(pid).ok()?.trim().parse().ok());
     loop {
         let descendants = procfs::tree(shim, &procfs::all());
-        let left: Vec<i32> = descendants.into_iter().filter(|pid| ends(call, *pid)).collect();
-        if left.is_empty() {
-            return Ok(());
+        let kinds = descendants.into_iter().map(|pid| (pid, ends(call, program, pid)));
+        let left: Vec<(i32, Kind)> = kinds.filter(|(_, kind)| *kind != Kind::Other).collect();
+        let took = begun.elapsed();
+        let ours: Vec<i32> = left
+            .iter()
+            .filter(|(_, kind)| *kind == Kind::OfHook)
+            .map(|(pid, _)| *pid)
+            .collect();
+        if left.is_empty() || ours.is_empty() && took >= STARTS {
+            break;
         }
-        if Instant::now() >= deadline {
-            bail!("processes {left:?} of the hook do not end");
+        if took >= LIMIT {
+            bail!("processes {ours:?} of the hook do not end");
         }
         std::thread::sleep(PAUSE);
     }
+    for file in [PROCESS, PID] {
+        // Of a call that ended by itself they are gone.
+        let _gone = std::fs::remove_file(call.bundle.join(file));
+    }
+    Ok(())
 }
 
-/// Kills a process of the hook. Returns whether it is to be looked for again.
-fn ends(call: &Call, pid: i32) -> bool {
+/// Kills a process of the hook. `program` is the leader of its session, if that was started.
+fn ends(call: &Call, program: Option<i32>, pid: i32) -> Kind {
     let Some(process) = Pid::from_raw(pid) else {
-        return false;
+        return Kind::Other;
     };
     // Order matters: a look that follows the opening is at the process that gets the signal.
     let opened = pidfd_open(process, PidfdFlags::empty());
-    let kind = kind_of(call, pid);
+    let kind = match program {
+        Some(leader) if procfs::group(pid) == Some(leader) && procfs::is_alive(pid) => Kind::OfHook,
+        _ => kind_of(call, pid),
+    };
     if let (Ok(process), Kind::OfHook) = (opened, &kind) {
         // One that has ended is not found again.
         let _sent = pidfd_send_signal(process, Signal::KILL);
     }
-    kind != Kind::Other
+    kind
 }
 
 fn kind_of(call: &Call, pid: i32) -> Kind {

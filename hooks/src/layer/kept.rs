@@ -8,15 +8,22 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use firn_host::mountinfo;
 use rustix::fs::{lgetxattr, llistxattr};
 use tar::{Builder, EntryType, Header};
 
 use super::{ATTRIBUTE, EMPTIED, REMOVED, may_be_kept};
 
-/// overlayfs marks a directory that hides what is below it.
-const OPAQUE: &str = "trusted.overlay.opaque";
+/// overlayfs marks a directory that hides what is below it; in mounts of users by the second name.
+const OPAQUE: [&[u8]; 2] = [b"trusted.overlay.opaque", b"user.overlay.opaque"];
+/// It marks what has its content elsewhere.
+const ELSEWHERE: [&[u8]; 4] = [
+    b"trusted.overlay.redirect",
+    b"user.overlay.redirect",
+    b"trusted.overlay.metacopy",
+    b"user.overlay.metacopy",
+];
 
 /// Writes the upper directory of the container's root file system into a new archive. Nothing may write there
 /// meanwhile.
@@ -111,20 +118,24 @@ fn add(
     }
     if kind.is_file() || kind.is_dir() {
         let attributes = attributes(&from)?;
-        let named = |(name, value): &(String, Vec<u8>)| (format!("{ATTRIBUTE}{name}"), value.clone());
-        let named: Vec<_> = attributes
-            .iter()
-            .filter(|(name, _)| may_be_kept(name.as_bytes()))
-            .map(named)
-            .collect();
+        if let Some((name, _)) = attributes.iter().find(|(name, _)| ELSEWHERE.contains(&&**name)) {
+            bail!(
+                "overlayfs has its content elsewhere ({})",
+                String::from_utf8_lossy(name)
+            );
+        }
+        let mut named = Vec::new();
+        for (name, value) in attributes.iter().filter(|(name, _)| may_be_kept(name)) {
+            named.push((archived(name, value)?, &**value));
+        }
         if !named.is_empty() {
-            archive.append_pax_extensions(named.iter().map(|(name, value)| (&**name, &**value)))?;
+            archive.append_pax_extensions(named.iter().map(|(name, value)| (&**name, *value)))?;
         }
         if kind.is_dir() {
             archive.append_dir(name, &from)?;
             if attributes
                 .iter()
-                .any(|(name, value)| name == OPAQUE && value == b"y")
+                .any(|(name, value)| OPAQUE.contains(&&**name) && value == b"y")
             {
                 marker(archive, &name.join(OsStr::from_bytes(EMPTIED)))?;
             }
@@ -135,10 +146,11 @@ fn add(
     let mut header = Header::new_gnu();
     header.set_metadata(metadata);
     header.set_size(0);
-    Ok(match kind.is_symlink() {
+    match kind.is_symlink() {
         true => archive.append_link(&mut header, name, fs::read_link(&from)?)?,
         false => archive.append_data(&mut header, name, io::empty())?,
-    })
+    }
+    Ok(())
 }
 
 /// An empty file, whose name has a meaning.
@@ -150,8 +162,16 @@ fn marker(archive: &mut Builder<impl Write>, name: &Path) -> Result<()> {
     Ok(archive.append_data(&mut header, name, io::empty())?)
 }
 
+/// The name of an attribute in an archive. Readers take the end of a line for that of an attribute.
+fn archived(name: &[u8], value: &[u8]) -> Result<String> {
+    let text = String::from_utf8(name.to_vec()).ok();
+    let text = text.filter(|name| !name.contains(['\n', '=']) && !value.contains(&b'\n'));
+    let text = text.with_context(|| format!("its attribute {} cannot be archived", name.escape_ascii()))?;
+    Ok(format!("{ATTRIBUTE}{text}"))
+}
+
 /// The extended attributes of a file, by name.
-fn attributes(path: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+fn attributes(path: &Path) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
     let mut list = vec![0; 64 << 10];
     let length = match llistxattr(path, &mut list) {
         Err(rustix::io::Errno::NOTSUP) => return Ok(Vec::new()),
@@ -165,7 +185,7 @@ fn attributes(path: &Path) -> Result<Vec<(String, Vec<u8>)>> {
         let mut value = vec![0; 64 << 10];
         let length = lgetxattr(path, name, &mut value)?;
         value.truncate(length);
-        found.push((String::from_utf8_lossy(name).into_owned(), value));
+        found.push((name.to_vec(), value));
     }
     Ok(found)
 }
@@ -218,6 +238,49 @@ mod tests {
         assert_eq!(fs::read_to_string(old(&long)).unwrap(), "long");
         assert!(!old("socket").exists() && old("dir/kept").exists());
         assert_eq!(old("dir/gone").exists(), !nix::unistd::geteuid().is_root());
+    }
+
+    fn set(path: &Path, name: &str, value: &[u8]) {
+        rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
+    }
+
+    #[test]
+    fn attributes_are_kept_and_those_that_no_archive_can_have_are_an_error() {
+        let (dir, root) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let file = dir.path().join("file");
+        fs::write(&file, "text").unwrap();
+        set(&file, "user.mine", b"\x00=bytes");
+        let mut archive = Vec::new();
+        write(dir.path(), &mut archive).unwrap();
+        unpack(&*archive, root.path()).unwrap();
+        let mut value = [0; 32];
+        let length = lgetxattr(root.path().join("file"), "user.mine", &mut value).unwrap();
+        assert_eq!(&value[..length], b"\x00=bytes");
+        set(&file, "user.mine", b"a\n23 path=etc/.wh.shadow");
+        let error = write(dir.path(), io::sink()).unwrap_err();
+        assert!(
+            format!("{error:#}").contains("user.mine cannot be archived"),
+            "{error:#}"
+        );
+    }
+
+    /// As another program may write it.
+    #[test]
+    fn an_attribute_that_looks_like_a_path_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("etc")).unwrap();
+        fs::write(root.path().join("etc/shadow"), "kept").unwrap();
+        let mut archive = Builder::new(Vec::new());
+        let attribute = ("SCHILY.xattr.user.x", &b"a\n23 path=etc/.wh.shadow"[..]);
+        archive.append_pax_extensions([attribute]).unwrap();
+        marker(&mut archive, Path::new("file")).unwrap();
+        let archive = archive.into_inner().unwrap();
+        let error = unpack(&*archive, root.path()).unwrap_err();
+        assert!(
+            error.to_string().contains("attributes that are not understood"),
+            "{error:#}"
+        );
+        assert!(root.path().join("etc/shadow").exists());
     }
 
     #[test]

@@ -13,6 +13,7 @@ use firn_transaction::checkpoint::CheckpointError;
 use firn_transaction::checkpoint::park::ParkError;
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
 use firn_transaction::create::PrepareError;
+use firn_transaction::layer::LayerError;
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
 use firn_transaction::runc::{PidFileError, RuncError, RuntimeMessage};
@@ -93,10 +94,19 @@ pub(crate) enum TaskError {
          hint: docs/reference/annotations.md lists the values"
     )]
     Annotation { name: &'static str, value: String },
+    #[error(
+        "FIRN-POD: the annotation firn.dev/checkpoint-pod has no image directory for each container. \
+         hint: firn checkpoint sends it"
+    )]
+    PodSetting,
+    #[error("{}", of_pod(id, source))]
+    Pod { id: String, source: Box<TaskError> },
+    #[error("{}", firn_host::ProblemLine(_0))]
+    Layer(#[from] LayerError),
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(
-        "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under \
+        "FIRN-BUSY: cannot work on container {id}: another operation, such as its checkpoint, has been under \
          way for {} s. \
          hint: try again when that is over",
         waited.as_secs()
@@ -149,7 +159,8 @@ impl TaskError {
                 ..
             }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
-            Self::Options(_) | Self::Annotation { .. } => Code::INVALID_ARGUMENT,
+            Self::Pod { source, .. } => source.code(),
+            Self::Options(_) | Self::Annotation { .. } | Self::PodSetting => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
             Self::Prepare(PrepareError::JobHook(_)) => Code::INVALID_ARGUMENT,
@@ -161,6 +172,18 @@ impl TaskError {
             // As the stock shim answers with an error that has no code.
             _ => Code::UNKNOWN,
         }
+    }
+}
+
+/// The error of a container of a pod, with a code: those of the OCI runtime have none.
+fn of_pod(id: &str, error: &TaskError) -> String {
+    let text = Chain(error).to_string();
+    match text.contains("FIRN-") {
+        true => text,
+        false => format!(
+            "FIRN-POD: cannot checkpoint container {id}: {text}. \
+             hint: see containerd's log; every container of the pod goes on"
+        ),
     }
 }
 

@@ -1,21 +1,22 @@
-//! Checkpoint of several containers of a pod at one moment: all stand still before the first is dumped, all
-//! go on afterwards, and there are images of all or of none.
+//! Checkpoint of several containers of a pod at one moment: all stand still before the first is dumped and
+//! until the last is, and there are images of all or of none.
 //!
 //! containerd has no call for it. A client calls Update of one of the containers with an annotation, which
 //! containerd hands on.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
+use containerd_shim_protos::api::Empty;
 use firn_config::names;
+use firn_host::Chain;
 use firn_image::manifest::DumpFlags;
-use firn_transaction::blocking::tidy;
 use firn_transaction::checkpoint::{self, CheckpointError, Request};
-use firn_transaction::container::{Action, Container, InitState};
+use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
+use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
 
 use super::{Service, TaskError};
@@ -32,103 +33,62 @@ pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Ima
         return Ok(None);
     };
     let images: Option<Images> = serde_json::from_str(text).ok();
-    let images = images.filter(|images| !images.is_empty() && images.values().all(|path| path.is_absolute()));
-    images.map(Some).ok_or_else(|| TaskError::Annotation {
-        name: names::ANNOTATION_CHECKPOINT_POD,
-        value: text.chars().take(64).collect(),
-    })
+    let places = |images: &Images| {
+        images
+            .values()
+            .map(|path| path.parent())
+            .collect::<BTreeSet<_>>()
+            .len()
+    };
+    let images = images.filter(|images| {
+        // Each has a directory of its own, for its files are there, too.
+        !images.is_empty() && places(images) == images.len() && images.values().all(|path| path.is_absolute())
+    });
+    images.map(Some).ok_or(TaskError::PodSetting)
 }
 
 /// Checkpoints these containers, which go on.
 pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result<Empty, TaskError> {
     let containers = images.keys().map(|id| service.container(id));
     let containers = containers.collect::<Result<Vec<_>, _>>()?;
-    let (paused, mut done) = pause(service, &containers).await;
-    if done.is_ok() {
-        done = Box::pin(all(service, containers, images)).await;
-    }
-    for id in paused {
-        let request = ResumeRequest {
-            id,
-            ..ResumeRequest::default()
-        };
-        let resumed = super::pause::resume(service, request).await;
-        done = done.and(resumed.map(drop));
-    }
-    done.map(|()| Empty::default())
-}
-
-/// Pauses the containers that run. Returns the ids of those that were paused, also after a failure.
-async fn pause(
-    service: &Arc<Service>,
-    containers: &[Arc<Container>],
-) -> (Vec<String>, Result<(), TaskError>) {
-    let mut paused = Vec::new();
-    for container in containers {
-        if container.state() != InitState::Running {
-            continue;
-        }
-        let id = container.id.clone();
-        let request = PauseRequest {
-            id,
-            ..PauseRequest::default()
-        };
-        if let Err(error) = super::pause::pause(service, request).await {
-            return (paused, Err(error));
-        }
-        paused.push(container.id.clone());
-    }
-    (paused, Ok(()))
-}
-
-async fn all(
-    service: &Arc<Service>,
-    containers: Vec<Arc<Container>>,
-    images: Images,
-) -> Result<(), TaskError> {
     let meeting = Arc::new(Meeting::of(containers.len()));
     let mut tasks = Vec::new();
     for (container, image) in containers.into_iter().zip(images.into_values()) {
-        let (service, meeting) = (service.clone(), meeting.clone());
+        let (service, part) = (service.clone(), Part(meeting.clone()));
         tasks.push(tokio::spawn(async move {
-            let done = one(&service, &container, &image, &meeting).await;
-            meeting.give_up();
-            done
+            let done = one(&service, &container, &image, &part.0).await;
+            done.map_err(|error| (container.id.clone(), error))
         }));
     }
-    let (mut complete, mut failure) = (Vec::new(), None);
+    let mut failure: Option<(String, TaskError)> = None;
     for task in tasks {
-        match task.await.unwrap_or(Err(TaskError::Closing)) {
-            Ok(kept) => complete.push(kept),
-            // The first cause, and not what follows from it.
-            Err(error) if failure.as_ref().is_none_or(is_of_others) => failure = Some(error),
-            Err(_) => {}
+        let Err(failed) = task
+            .await
+            .unwrap_or_else(|_| Err((String::new(), TaskError::Closing)))
+        else {
+            continue;
+        };
+        log::warn!("container {} of a pod: {}", failed.0, Chain(&failed.1));
+        // The first cause, and not what follows from it.
+        if failure.as_ref().is_none_or(|(_, error)| is_of_others(error)) {
+            failure = Some(failed);
         }
     }
-    let Some(failure) = failure else {
-        return Ok(());
-    };
-    for kept in complete {
-        kept.remove().await;
+    match failure {
+        None => Ok(Empty::default()),
+        Some((id, source)) => Err(TaskError::Pod {
+            id,
+            source: Box::new(source),
+        }),
     }
-    Err(failure)
 }
 
-/// What is kept of a container.
-struct Kept {
-    image: ImageDir,
-    /// The files that it has written.
-    layer: PathBuf,
-}
+/// Somebody who takes part in a meeting. Whatever ends it, nobody waits for it any more.
+struct Part(Arc<Meeting>);
 
-impl Kept {
-    async fn remove(self) {
-        tidy("remove an image of a pod", move || {
-            self.image.clear();
-            // There may be none.
-            let _gone = std::fs::remove_file(&self.layer);
-        })
-        .await;
+impl Drop for Part {
+    fn drop(&mut self) {
+        self.0.give_up();
     }
 }
 
@@ -138,7 +98,7 @@ async fn one(
     container: &Arc<Container>,
     path: &Path,
     meeting: &Arc<Meeting>,
-) -> Result<Kept, TaskError> {
+) -> Result<(), TaskError> {
     let found = ImageDir::find(path, !container.traits.by_firn()).await;
     let operation = tokio::time::timeout(PATIENCE, container.operation.write());
     let _operation = operation.await.map_err(|_| TaskError::Busy {
@@ -147,6 +107,7 @@ async fn one(
     })?;
     container.admit(Action::Checkpoint)?;
     let layer = path.with_file_name(names::ARCHIVE_LAYER);
+    layer::expect_none(&layer).await?;
     let request = Request {
         image: checkpoint::usable(container, found, path)?,
         work: None,
@@ -158,17 +119,12 @@ async fn one(
         layer: Some(layer.clone()),
     };
     let done = super::checkpoint::transact(service, container, &request).await;
-    let kept = Kept {
-        image: request.image,
-        layer,
-    };
-    match done {
-        Ok(()) => Ok(kept),
-        Err(error) => {
-            kept.remove().await;
-            Err(error)
-        }
+    let keeps_image =
+        |error: &TaskError| matches!(error, TaskError::Checkpoint(cause) if cause.keeps_image());
+    if done.as_ref().is_err_and(|error| !keeps_image(error)) {
+        layer::remove(layer).await;
     }
+    done
 }
 
 fn is_of_others(error: &TaskError) -> bool {

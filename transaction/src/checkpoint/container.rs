@@ -470,6 +470,7 @@ impl Dump for ContainerEffects<'_> {
         self.close_connections().await?;
         self.write_manifest(described, copied).await?;
         self.timings.mark(Phase::Manifest);
+        self.meet().await?;
         self.progress.complete = true;
         self.progress.rescued = self.link_image().await;
         Ok(())

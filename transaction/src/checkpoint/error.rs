@@ -444,6 +444,15 @@ impl CheckpointError {
         )
     }
 
+    /// Whether the image is complete all the same.
+    pub fn keeps_image(&self) -> bool {
+        match self {
+            Self::Suspended { image, .. } | Self::Ended { image, .. } => image.is_some(),
+            Self::NotEnded { .. } | Self::NotResumed { .. } => true,
+            _ => false,
+        }
+    }
+
     /// What kind of failure it is, for the caller's own codes.
     pub fn kind(&self) -> FailureKind {
         match self {

@@ -108,10 +108,17 @@ async fn dump_plain(
         }
     };
     let still = guard.cancel.unless_cancelled(still).await;
-    let dumped = match still.unwrap_or(Err(EffectError::Killed)) {
+    let mut dumped = match still.unwrap_or(Err(EffectError::Killed)) {
         Ok(()) => dump.await,
         Err(cause) => Err(CheckpointError::refused(container, cause)),
     };
+    if dumped.is_ok() && guard.cancel.unless_cancelled(meeting.join(3)).await != Some(true) {
+        dumped = Err(CheckpointError::refused(container, EffectError::Others));
+    }
+    if dumped.is_err() {
+        let image = request.image.clone();
+        tidy("remove the image", move || image.clear()).await;
+    }
     reset_freezer(container, was_frozen, &guard.cancel).await;
     dumped
 }
@@ -146,7 +153,10 @@ async fn dump_now(
         cancel,
         freezer: None,
     };
-    freeze_outside_vfork(container, was_frozen, cancel).await;
+    // With others it stands still already, and must not run any more.
+    if request.meeting.is_none() {
+        freeze_outside_vfork(container, was_frozen, cancel).await;
+    }
     let inside = image.inside();
     let paths = (&*inside, &*work.path);
     let call = request.call(paths, &request.flags, !request.exit, plugins, bounds);

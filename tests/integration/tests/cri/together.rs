@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{LOG, failure};
-use firn_node::wait_for;
+use firn_lab::{Built, LOG, failure};
+use firn_node::{Image, wait_for};
 use serde_json::json;
 
 use crate::Point;
@@ -21,8 +21,21 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "pod checkpoint: one that cannot be checkpointed keeps all from it",
-        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-UNSUPPORTED; all go on, nothing is left",
+        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-UNSUPPORTED; dump of c: FIRN-POD; all go on, \
+         nothing is left",
         one_fails,
+    )
+    .firn_only(),
+    Point::new(
+        "pod checkpoint: hooks that need the other container",
+        "prepare resumed, prepare resumed",
+        hooks,
+    )
+    .firn_only(),
+    Point::new(
+        "pod checkpoint: one whose GPU state does not come back at first",
+        "FIRN-GPU-SUSPENDED, both images are complete, both go on",
+        suspended,
     )
     .firn_only(),
     Point::new(
@@ -186,17 +199,104 @@ fn one_fails(cri: Cri<'_>) -> Result<String> {
             .fault(&["--call", call, "--error", error, "--times", "1"])?;
         let output = failure(checkpoint(cri, "default/three", "/tmp/pod"))?;
         cri.host.no_faults()?;
-        let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
-        codes.push(format!(
-            "{call}: {}",
-            code.context(output.clone())?.trim_end_matches(':')
-        ));
+        codes.push(format!("{call}: {}", code(&output)?));
         ensure!(!output.contains("another container of its pod"), "{output}");
         ensure!(!node.path("/tmp/pod").exists(), "{call}: something is left");
         three.go_on(3)?;
     }
+    // The runtime fails to dump the container without GPU.
+    let id = &three.containers[2].id;
+    let fails = format!(
+        "#!/bin/sh\ncase \"$*\" in *' checkpoint '*{id}*) echo 'no dump' >&2; exit 1;; esac\n\
+         exec /usr/sbin/runc \"$@\"\n"
+    );
+    cri.host.replace_runc(&fails)?;
+    let output = failure(checkpoint(cri, "default/three", "/tmp/pod"));
+    node.run(&["rm", "/usr/local/sbin/runc"])?;
+    let output = output?;
+    ensure!(
+        output.contains(&**id),
+        "the error names another container: {output}"
+    );
+    ensure!(!node.path("/tmp/pod").exists(), "something is left");
+    codes.push(format!("dump of c: {}", code(&output)?));
+    three.go_on(3)?;
     three.remove()?;
     Ok(format!("{}; all go on, nothing is left", codes.join("; ")))
+}
+
+/// The first code in an error.
+fn code(output: &str) -> Result<String> {
+    let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
+    Ok(code.context(output.to_owned())?.trim_end_matches(':').to_owned())
+}
+
+/// Each container's hook waits until the other's has been called in the same moment of the checkpoint.
+fn hooks(cri: Cri<'_>) -> Result<String> {
+    let pod = cri.pod_annotated("hooks", &json!({}))?;
+    let shared = "/tmp/shared";
+    cri.host.node().run(&["mkdir", "-p", shared])?;
+    // Hooks of pods are in labels of their images.
+    let image = Image::new("localhost/firn-hooks:latest")
+        .program(Built::for_tests()?.program("gpu-counter"), "/bin/gpu-counter")
+        .label("firn.dev/hook-prepare", "exec: /hook")
+        .label("firn.dev/hook-resumed", "exec: /hook");
+    image.import_into(cri.host.node(), "k8s.io")?;
+    let script = format!(
+        "cat >/hook <<'E'\n#!/bin/sh\necho $FIRN_HOOK >>/calls; : >/shared/$FIRN_HOOK-$NAME\n\
+         until [ -e /shared/$FIRN_HOOK-$OTHER ]; do sleep 0.05; done\nE\n\
+         chmod +x /hook; exec /bin/gpu-counter --out {LOG} --interval-ms 20 --mib 8"
+    );
+    let mut containers = Vec::new();
+    for (gpu, name, other) in [(0, "a", "b"), (1, "b", "a")] {
+        let mut special = on_gpu(gpu, &json!(["sh", "-c", script]));
+        special["mounts"] = json!([{ "containerPath": "/shared", "hostPath": shared }]);
+        special["envs"] = json!([{ "key": "NAME", "value": name }, { "key": "OTHER", "value": other }]);
+        special["image"] = json!({ "image": image.name() });
+        containers.push(pod.start_with(name, &special)?);
+    }
+    for container in &containers {
+        computes(container, 2)?;
+    }
+    checkpoint(cri, "default/hooks", "/tmp/pod")?;
+    let mut calls = Vec::new();
+    for container in &containers {
+        let reached = computes(container, 0)?;
+        computes(container, reached + 3)?;
+        let noted = container.exec("echo $(cat /calls)")?;
+        let noted = noted.split('"').nth(1).context(noted.clone())?;
+        calls.push(noted.trim_end_matches("\\n").to_owned());
+    }
+    cri.host.node().run(&["rm", "-rf", "/tmp/pod", shared])?;
+    pod.remove(&containers.iter().collect::<Vec<_>>())?;
+    Ok(calls.join(", "))
+}
+
+/// The driver does not restore one container's GPU state after the dump, until its client resumes it.
+fn suspended(cri: Cri<'_>) -> Result<String> {
+    let node = cri.host.node();
+    let three = Three::begin(cri)?;
+    cri.host
+        .fault(&["--call", "restore", "--error", "CUDA_ERROR_NOT_SUPPORTED"])?;
+    let output = failure(checkpoint(cri, "default/three", "/tmp/pod"))?;
+    cri.host.no_faults()?;
+    ensure!(output.contains("is complete"), "{output}");
+    for (container, name) in three.containers.iter().zip(["a", "b", "c"]) {
+        for part in ["checkpoint/inventory.img", "rootfs-diff.tar"] {
+            let path = format!("/tmp/pod/{name}/{part}");
+            ensure!(node.path(&path).exists(), "{path} is gone: {output}");
+        }
+        if name != "c" {
+            node.run(&["ctr", "--namespace", "k8s.io", "tasks", "resume", &container.id])?;
+        }
+    }
+    three.go_on(3)?;
+    node.run(&["rm", "-r", "/tmp/pod"])?;
+    three.remove()?;
+    Ok(format!(
+        "{}, both images are complete, both go on",
+        code(&output)?
+    ))
 }
 
 fn wrong(cri: Cri<'_>) -> Result<String> {
@@ -211,8 +311,7 @@ fn wrong(cri: Cri<'_>) -> Result<String> {
         ("default/one", "/tmp/taken"),
     ] {
         let output = failure(checkpoint(cri, pod, dir))?;
-        let code = output.split(' ').find(|word| word.starts_with("FIRN-"));
-        codes.push(code.context(output.clone())?.trim_end_matches(':').to_owned());
+        codes.push(code(&output)?);
         ensure!(!node.path("/tmp/new").exists(), "a directory is left");
     }
     node.run(&["rm", "-r", "/tmp/taken"])?;
