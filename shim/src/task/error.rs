@@ -106,7 +106,7 @@ pub(crate) enum TaskError {
     #[error(transparent)]
     Restore(#[from] RestoreError),
     #[error(
-        "FIRN-BUSY: cannot work on container {id}: another operation, such as its checkpoint, has been under \
+        "FIRN-BUSY: cannot update container {id}: another operation, such as its checkpoint, has been under \
          way for {} s. \
          hint: try again when that is over",
         waited.as_secs()
