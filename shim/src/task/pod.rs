@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
+use tokio::sync::oneshot;
 
 use super::{Service, TaskError};
 
@@ -55,10 +57,14 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
     let mut tasks = Vec::new();
     for (container, image) in containers.into_iter().zip(images.into_values()) {
         let (service, part) = (service.clone(), Part(meeting.clone()));
-        tasks.push(tokio::spawn(async move {
+        let (send, done) = oneshot::channel();
+        // Boxed as in `detached`.
+        let work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let done = one(&service, &container, &image, &part.0).await;
-            done.map_err(|error| (container.id.clone(), error))
-        }));
+            drop(send.send(done.map_err(|error| (container.id.clone(), error))));
+        });
+        tokio::spawn(work);
+        tasks.push(done);
     }
     let mut failure: Option<(String, TaskError)> = None;
     for task in tasks {
