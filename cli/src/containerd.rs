@@ -201,6 +201,12 @@ impl CallError {
     }
 }
 
+/// Makes calls from a program that is not asynchronous.
+pub fn block_on<T>(calls: impl Future<Output = T>) -> std::io::Result<T> {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    Ok(runtime.enable_all().build()?.block_on(calls))
+}
+
 /// A connection, for one namespace.
 pub struct Containerd {
     channel: Channel,

@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::time::interval;
 
 use crate::args::{MoveGpuArgs, ResumeArgs, TaskArgs};
-use crate::containerd::{CallError, Containerd};
+use crate::containerd::{CallError, Containerd, block_on};
 use crate::output::{self, line, note};
 
 /// How often a person sees that it is still under way.
@@ -47,11 +47,8 @@ pub fn move_gpu(args: &MoveGpuArgs) -> Result<bool> {
 
 fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
     let begun = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
     let doing = format!("{doing} {}", task.id);
-    match runtime.block_on(with_progress(&doing, call(task, gpus))) {
+    match block_on(with_progress(&doing, call(task, gpus)))? {
         Ok(()) => {
             let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
             match task.json {

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::args::CheckpointArgs;
-use crate::containerd::{CallError, Container, Containerd};
+use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
 use crate::output::{self, line, note};
 
@@ -57,11 +57,8 @@ enum PodError {
 
 pub fn run(args: &CheckpointArgs) -> Result<bool> {
     let begun = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
     let doing = format!("checkpoint of pod {}", args.pod);
-    match runtime.block_on(with_progress(&doing, checkpoint(args))) {
+    match block_on(with_progress(&doing, checkpoint(args)))? {
         Ok(images) => {
             let took = begun.elapsed();
             match args.json {

@@ -53,7 +53,10 @@ fn read() -> Result<Call> {
 
 /// Ends the processes of the call that standard input has: whoever made it was killed.
 pub fn end() -> Result<()> {
-    remains::end(&read()?)
+    let call = read()?;
+    let ended = remains::end(&call);
+    exec::forget(&call);
+    ended
 }
 
 /// Calls the hook that standard input names.

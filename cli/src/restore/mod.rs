@@ -14,7 +14,7 @@ use prost::Message;
 use serde_json::json;
 
 use crate::args::RestoreArgs;
-use crate::containerd::{Any, CallError, Container, Containerd, CreateTask};
+use crate::containerd::{Any, CallError, Container, Containerd, CreateTask, block_on};
 use crate::output::{self, line, note};
 use crate::text;
 use firn_host::{Problem, ProblemLine};
@@ -84,10 +84,7 @@ pub enum RestoreError {
 /// Restores the container.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     let begun = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    match runtime.block_on(restore(args)) {
+    match block_on(restore(args))? {
         Ok((dir, pid)) => {
             let took = begun.elapsed();
             if args.json {

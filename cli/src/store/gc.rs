@@ -13,6 +13,7 @@ use serde_json::json;
 use super::args::GcArgs;
 use super::usage::kept;
 use super::{keep, open, short, shown};
+use crate::containerd::block_on;
 use crate::output::{self, line};
 use crate::{leftovers, text};
 
@@ -72,11 +73,7 @@ impl Facts {
         let containerd = match args.no_containerd {
             true => BTreeMap::new(),
             false => {
-                let mut runtime = tokio::runtime::Builder::new_current_thread();
-                let asked = runtime
-                    .enable_all()
-                    .build()?
-                    .block_on(keep::of_containerd(&args.socket.address));
+                let asked = block_on(keep::of_containerd(&args.socket.address))?;
                 asked.map_err(ProblemReport::from)?
             }
         };

@@ -25,11 +25,16 @@ pub(super) const PID: &str = "firn-hook.pid";
 /// Runs the program and waits for its end. It is killed at the deadline, with what it has started.
 pub fn run(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {
     let done = run_with(call, spec, argv, deadline, output);
+    forget(call);
+    done
+}
+
+/// Removes the files of a call.
+pub(super) fn forget(call: &Call) {
     for file in [PROCESS, PID] {
         // Files that are not there, or that stay, harm nobody.
         let _ = std::fs::remove_file(call.bundle.join(file));
     }
-    done
 }
 
 fn run_with(call: &Call, spec: &Spec, argv: &[String], deadline: Instant, output: &mut Output) -> Result<()> {

@@ -52,10 +52,6 @@ pub fn end(call: &Call) -> Result<()> {
         }
         std::thread::sleep(PAUSE);
     }
-    for file in [PROCESS, PID] {
-        // Of a call that ended by itself they are gone.
-        let _gone = std::fs::remove_file(call.bundle.join(file));
-    }
     Ok(())
 }
 

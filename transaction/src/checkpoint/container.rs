@@ -19,9 +19,9 @@ use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 
-use super::Request;
 use super::dump::{Found, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
+use super::{Request, join};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
 use crate::cgroup::Cgroup;
@@ -448,15 +448,7 @@ impl Dump for ContainerEffects<'_> {
             return Ok(());
         };
         self.progress.met += 1;
-        match self
-            .cancel
-            .unless_cancelled(meeting.join(self.progress.met))
-            .await
-        {
-            Some(true) => Ok(()),
-            Some(false) => Err(EffectError::Others),
-            None => Err(EffectError::Killed),
-        }
+        join(meeting, self.progress.met, &self.cancel).await
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {

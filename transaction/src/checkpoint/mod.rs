@@ -30,6 +30,7 @@ pub(crate) use error::{line, quoted};
 pub use job::call_pending;
 pub use rollback::{resume, rollback_after_panic};
 
+use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Begin};
@@ -149,6 +150,15 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
         gpu::run(container, request, reaper).await
     } else {
         plain::run(container, request, others, reaper).await
+    }
+}
+
+/// Joins a meeting for the `nth` time, and waits for the others.
+async fn join(meeting: &Meeting, nth: usize, cancel: &CancellationToken) -> Result<(), EffectError> {
+    match cancel.unless_cancelled(meeting.join(nth)).await {
+        Some(true) => Ok(()),
+        Some(false) => Err(EffectError::Others),
+        None => Err(EffectError::Killed),
     }
 }
 

@@ -11,7 +11,7 @@ use firn_preflight::OtherGpus;
 use super::dump::{Leftovers, WorkDir};
 use super::error::{CheckpointError, EffectError};
 use super::phases::Failure;
-use super::{KEPT_LOG, Request};
+use super::{KEPT_LOG, Request, join};
 use crate::blocking::tidy;
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
@@ -100,7 +100,7 @@ async fn dump_plain(
         return dump.await;
     };
     let still = async {
-        stand_still(container, meeting).await?;
+        stand_still(container, meeting, &guard.cancel).await?;
         // Order matters: after the dump it is for the runtime to keep it frozen.
         match &request.layer {
             Some(archive) => Ok(layer::keep(container, archive, reaper).await?),
@@ -112,27 +112,28 @@ async fn dump_plain(
         Ok(()) => dump.await,
         Err(cause) => Err(CheckpointError::refused(container, cause)),
     };
-    if dumped.is_ok() && guard.cancel.unless_cancelled(meeting.join(3)).await != Some(true) {
-        dumped = Err(CheckpointError::refused(container, EffectError::Others));
+    if dumped.is_ok() {
+        let met = join(meeting, 3, &guard.cancel).await;
+        dumped = met.map_err(|cause| CheckpointError::refused(container, cause));
     }
+    // Order matters: the workload does not wait for a file system.
+    reset_freezer(container, was_frozen, &guard.cancel).await;
     if dumped.is_err() {
         let image = request.image.clone();
         tidy("remove the image", move || image.clear()).await;
     }
-    reset_freezer(container, was_frozen, &guard.cancel).await;
     dumped
 }
 
 /// Freezes the container, and returns when all others that are checkpointed at the same moment stand still.
-async fn stand_still(container: &Container, meeting: &Meeting) -> Result<(), EffectError> {
-    if !meeting.join(1).await {
-        return Err(EffectError::Others);
-    }
+async fn stand_still(
+    container: &Container,
+    meeting: &Meeting,
+    cancel: &CancellationToken,
+) -> Result<(), EffectError> {
+    join(meeting, 1, cancel).await?;
     container.cgroup()?.freeze_outside_vfork(RESET).await?;
-    match meeting.join(2).await {
-        true => Ok(()),
-        false => Err(EffectError::Others),
-    }
+    join(meeting, 2, cancel).await
 }
 
 async fn dump_now(
