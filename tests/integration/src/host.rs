@@ -395,7 +395,28 @@ impl GpuHost {
         let worth = |line: &&str| !line.contains("loading plugin");
         let lines: Vec<&str> = log.lines().filter(worth).collect();
         let shown = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
-        format!("containerd's log on {} ends:\n{shown}", self.node.name())
+        let mut text = format!("containerd's log on {} ends:\n{shown}", self.node.name());
+        for (path, log) in self.criu_logs() {
+            text.push_str(&format!("\n{path} ends:\n{log}"));
+        }
+        text
+    }
+
+    /// The ends of the logs that CRIU has left in the bundles of the node's containers.
+    fn criu_logs(&self) -> Vec<(String, String)> {
+        let find = ["find", "/run/containerd", "-name", "*.log", "-path", "*criu*"];
+        let found = self
+            .node
+            .run(&find)
+            .map(|output| output.stdout)
+            .unwrap_or_default();
+        let logs = found.lines().map(|path| {
+            let log = self.node.read(path).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            let shown = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
+            (path.to_owned(), shown)
+        });
+        logs.collect()
     }
 
     /// Moves an image to another node through a file, as a user would.

@@ -19,6 +19,10 @@ impl Failure {
     const LINES: usize = 8;
     const WIDTH: usize = 160;
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The name and the first lines of the message, as one line.
     pub fn short(&self) -> String {
         let why = self.why();

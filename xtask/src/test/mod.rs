@@ -1,6 +1,7 @@
 //! `cargo xtask test`: everything that CI checks, in one command.
 
 mod failures;
+mod flaky;
 mod outcome;
 mod summary;
 
@@ -54,6 +55,8 @@ type Work = Box<dyn FnOnce(&mut Output) -> Result<Outcome> + Send>;
 struct Check {
     name: String,
     work: Work,
+    /// Arguments of cargo that run single tests of it, before their names.
+    again: Option<Vec<String>>,
 }
 
 impl Check {
@@ -64,6 +67,23 @@ impl Check {
         Self {
             name: name.into(),
             work: Box::new(work),
+            again: None,
+        }
+    }
+
+    /// A check that runs tests by cargo, with these arguments.
+    fn tests(name: impl Into<String>, arguments: &[&str]) -> Self {
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let once = ["--", "--test-threads=1", "--exact"].map(str::to_owned);
+        let before = arguments.iter().take_while(|argument| *argument != "--").cloned();
+        let again = before.chain(once).collect();
+        let work = move |out: &mut Output| {
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            cargo(out, &arguments)
+        };
+        Self {
+            again: Some(again),
+            ..Self::new(name, work)
         }
     }
 
@@ -80,6 +100,7 @@ impl Check {
             name: self.name,
             outcome,
             took: begun.elapsed(),
+            again: self.again,
         })
     }
 }
@@ -89,6 +110,8 @@ struct Done {
     name: String,
     outcome: Outcome,
     took: Duration,
+    /// As in [`Check`].
+    again: Option<Vec<String>>,
 }
 
 /// All checks: some one after the other, then the lanes at the same time.
@@ -184,6 +207,7 @@ impl Plan {
             ends.collect::<Result<Vec<_>>>()
         });
         done.extend(lanes?.into_iter().flatten());
+        flaky::again(&mut done)?;
         Ok(done)
     }
 }
@@ -233,12 +257,8 @@ fn build(tests: &'static [&str]) -> Check {
 /// The checks that need no test nodes.
 fn unit_tests() -> Vec<Check> {
     vec![
-        Check::new("unit tests", |out| {
-            cargo(out, &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat())
-        }),
-        Check::new("unit tests of the lab", |out| {
-            cargo(out, &[&SUITE_TESTS[..], &["--lib"]].concat())
-        }),
+        Check::tests("unit tests", &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat()),
+        Check::tests("unit tests of the lab", &[&SUITE_TESTS[..], &["--lib"]].concat()),
         Check::new("words", |out| {
             cargo(out, &["run", "--quiet", "--package", "firn-words", "--locked"])
         }),
@@ -260,12 +280,8 @@ fn lints_at_low_priority(out: &mut Output) -> Result<Outcome> {
 /// A check per suite, so that the summary shows how long each takes.
 fn suite(suite: String) -> Check {
     let trials = format!("--test-threads={}", trials());
-    Check::new(format!("suite {suite}"), move |out| {
-        cargo(
-            out,
-            &[&SUITE_TESTS[..], &["--test", &suite, "--", &trials]].concat(),
-        )
-    })
+    let arguments = [&SUITE_TESTS[..], &["--test", &suite, "--", &trials]].concat();
+    Check::tests(format!("suite {suite}"), &arguments)
 }
 
 /// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`. In the order in

@@ -16,7 +16,8 @@ pub(super) struct Outcome {
     pub(super) tests: Tests,
     /// What a suite left out, and why: its lines `skipped: ...`.
     pub(super) skipped: BTreeSet<String>,
-    /// Tests that failed once and passed when a suite repeated them: its lines `flaky: ...`.
+    /// Tests that failed once and passed when they were repeated, with why: a suite's lines `flaky: ...`, and
+    /// those that are run again at the end.
     pub(super) flaky: Vec<String>,
     pub(super) failures: Vec<Failure>,
 }
@@ -45,6 +46,15 @@ impl Outcome {
             skipped: BTreeSet::from([why.into()]),
             ..Self::new(true)
         }
+    }
+
+    /// Takes the tests that failed as ones that are flaky.
+    pub(super) fn pass_as_flaky(&mut self) {
+        self.verdict = Verdict::Passed;
+        self.tests.passed += self.tests.failed;
+        self.tests.failed = 0;
+        let failures = self.failures.drain(..);
+        self.flaky.extend(failures.map(|failure| failure.short()));
     }
 }
 

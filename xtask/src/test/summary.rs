@@ -120,6 +120,7 @@ mod tests {
             name: name.into(),
             outcome,
             took: Duration::from_millis(1500),
+            again: None,
         }
     }
 

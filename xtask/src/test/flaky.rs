@@ -1,0 +1,75 @@
+//! Tests that fail next to all others, and pass alone.
+//!
+//! Every suite runs beside others on a busy machine, and a limit of time may be missed there. So the few tests
+//! that failed are run once more when everything else has ended. One that passes then is shown as flaky in the
+//! summary, with why it had failed: it is to be looked at, but it does not fail the run.
+
+use anyhow::Result;
+
+use super::outcome::{Output, Verdict};
+use super::{Done, cargo};
+
+/// Tests that are run once more. When more have failed it is the change, not the machine.
+const ALLOWED: usize = 3;
+
+/// Runs the tests that failed once more, one after the other.
+pub(super) fn again(done: &mut [Done]) -> Result<()> {
+    let failed = done.iter().filter(|done| done.outcome.verdict == Verdict::Failed);
+    if failed.map(|done| done.outcome.failures.len()).sum::<usize>() > ALLOWED {
+        return Ok(());
+    }
+    for done in done.iter_mut().filter(|done| repeatable(done)) {
+        let Some(arguments) = &done.again else { continue };
+        println!("\n== {}: what failed, once more", done.name);
+        let names = done.outcome.failures.iter().map(|failure| failure.name());
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).chain(names).collect();
+        let repeated = cargo(&mut Output::Terminal, &arguments)?;
+        let wanted = done.outcome.failures.len() as u64;
+        if repeated.verdict == Verdict::Passed && repeated.tests.passed >= wanted {
+            done.outcome.pass_as_flaky();
+        }
+    }
+    Ok(())
+}
+
+/// Whether the check failed by tests alone, all of which are known by name.
+fn repeatable(done: &Done) -> bool {
+    let failed = done.outcome.tests.failed;
+    done.outcome.verdict == Verdict::Failed && failed > 0 && failed == done.outcome.failures.len() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::time::Duration;
+
+    use super::super::outcome::{Outcome, through};
+    use super::*;
+
+    fn done(script: &str) -> Done {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script]);
+        Done {
+            name: "suite a".into(),
+            outcome: through(shell, &mut Output::Buffer(Vec::new())).unwrap(),
+            took: Duration::ZERO,
+            again: None,
+        }
+    }
+
+    #[test]
+    fn only_tests_that_are_known_by_name_are_repeated() {
+        let one = "printf '%s\\n' '---- a b ----' 'only after 9 s' '' \
+                   'test result: FAILED. 2 passed; 1 failed; 0 ignored'; exit 1";
+        assert!(repeatable(&done(one)));
+        assert!(!repeatable(&done("exit 1")), "a build that failed");
+        let unnamed = "echo 'test result: FAILED. 2 passed; 1 failed; 0 ignored'; exit 1";
+        assert!(!repeatable(&done(unnamed)));
+        let mut passes = done(one).outcome;
+        passes.pass_as_flaky();
+        assert_eq!(passes.flaky, ["a b: only after 9 s"]);
+        let counts = (passes.tests.passed, passes.tests.failed);
+        assert_eq!((passes.verdict, counts), (Verdict::Passed, (3, 0)));
+        assert_eq!(passes.failures, Outcome::new(true).failures);
+    }
+}
