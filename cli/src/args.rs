@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::containerd::Socket;
+use crate::install::args::{InstallArgs, UninstallArgs};
 use crate::store::args::StoreCommand;
 
 const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
@@ -29,6 +30,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     Status(StatusArgs),
     Drain(DrainArgs),
+    Install(InstallArgs),
+    Uninstall(UninstallArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
     #[command(subcommand)]

@@ -1,8 +1,8 @@
 //! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
 //! writes CDI files, and cleans the store for the memory of checkpoints.
 //!
-//! Only `cdi generate`, `restore`, `resume`, `move-gpu`, `drain` and `store` change anything. The driver is
-//! reached through `firn-gpu`.
+//! Only `cdi generate`, `checkpoint`, `restore`, `resume`, `move-gpu`, `drain`, `install`, `uninstall` and
+//! `store` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -14,6 +14,7 @@ mod doctor;
 mod drain;
 mod image;
 mod inspect;
+mod install;
 mod leftovers;
 mod moves;
 mod output;
@@ -50,6 +51,8 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Drain(args) => drain::run(&args),
+        Command::Install(args) => install::install(&args),
+        Command::Uninstall(args) => install::uninstall(&args),
         Command::Cdi(command) => cdi::run(&command),
         Command::Store(command) => store::run(&command),
     };

@@ -8,6 +8,9 @@ pub const CONFIG_FILE: &str = "/etc/firn/config.toml";
 /// Environment variable that names another configuration file.
 pub const ENV_CONFIG: &str = "FIRN_CONFIG";
 
+/// File name of the shim.
+pub const SHIM_PROGRAM: &str = "containerd-shim-firn-v2";
+
 /// File name of the driver worker.
 pub const WORKER_PROGRAM: &str = "firn-gpu";
 

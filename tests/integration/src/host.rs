@@ -118,8 +118,8 @@ impl GpuHost {
         };
         let built = Built::for_tests()?;
         // Order matters: at its start containerd asks the shims what they can do.
-        configure(&host.node)
-            .and_then(|()| host.install(built, DRIVER))
+        host.install(built, DRIVER)
+            .and_then(|()| configure(&host.node))
             .and_then(|()| host.node.start_containerd())
             .with_context(|| format!("set up node {name}"))?;
         Ok(host)

@@ -1,10 +1,9 @@
 //! What a node needs to run pods: containerd's configuration for Kubernetes, and images.
 
-use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result};
-use firn_node::{GoOptions, Image, Node, SlowGo, Suite};
+use anyhow::Result;
+use firn_node::{GoOptions, Image, Node, SlowGo};
 
 use crate::{Built, IMAGE};
 
@@ -26,28 +25,16 @@ const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where containerd looks for network plugins: the first is its default, the second Debian's.
 const PLUGINS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
 
-/// Puts the shipped configuration into containerd's as its comments describe, and adds what only tests need,
-/// with these runtimes. For a node whose containerd has not started yet.
+/// Gives containerd the handler by `firn install`, what only tests need, and these runtimes. For a node that
+/// has firn's programs, and whose containerd has not started yet.
 pub fn configure_pods(node: &Node, runtimes: &str) -> Result<()> {
     let suite = node.record().suite;
     let base = node.read(CONFIG)?;
-    let shipped = shipped(suite)?;
     // A machine that is a container itself may not lower it.
     let own = suite.cri_config(PAUSE) + "restrict_oom_score_adj = true\n";
-    if suite.merges_drop_ins() {
-        node.write("/etc/containerd/conf.d/firn.toml", shipped)?;
-        node.write(CONFIG, base + &own + runtimes)
-    } else {
-        let table = shipped.replace("version = 2\n", "");
-        node.write(CONFIG, base + &own + &table + runtimes)
-    }
-}
-
-fn shipped(suite: Suite) -> Result<String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../config/containerd")
-        .join(format!("config-v{}.toml", suite.config_version()));
-    fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))
+    node.write(CONFIG, base + &own)?;
+    node.run(&["firn", "install", "--containerd"])?;
+    node.write(CONFIG, node.read(CONFIG)? + runtimes)
 }
 
 /// Installs a network plugin, and how containerd calls it.

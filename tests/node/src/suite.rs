@@ -105,12 +105,6 @@ impl Suite {
         }
     }
 
-    /// Whether its containerd adds the tables of a drop-in to those of `config.toml`. In the older one a
-    /// plugin's table of a drop-in replaces the whole table.
-    pub fn merges_drop_ins(self) -> bool {
-        self == Self::Forky
-    }
-
     /// `config.toml` of the suite's containerd. Drop-ins go to `/etc/containerd/conf.d`.
     pub(crate) fn containerd_config(self, cri: bool) -> String {
         let version = self.config_version();

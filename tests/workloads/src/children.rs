@@ -12,9 +12,10 @@ use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use nix::sys::stat::Mode;
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, fork as fork_process, pause, pipe};
+use nix::unistd::{ForkResult, fork as fork_process, getpid, pause, pipe};
 
 use crate::driver::Driver;
+use crate::habits::end_with;
 
 /// What a child does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,6 +44,7 @@ pub fn fork(kind: Kind, driver: &Driver) -> io::Result<()> {
         thread::spawn(vfork);
         return Ok(());
     }
+    let parent = getpid();
     // SAFETY: the threads of this program hold no lock that the child takes: the driver's wait for calls, and
     // the C library takes its own over the fork.
     match unsafe { fork_process() }? {
@@ -50,7 +52,7 @@ pub fn fork(kind: Kind, driver: &Driver) -> io::Result<()> {
         ForkResult::Parent { .. } => {}
         ForkResult::Child => {
             if kind != Kind::Orphan {
-                let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+                end_with(parent);
             }
             live(kind, driver);
             // SAFETY: ends the process without running destructors, which are the parent's.
@@ -109,10 +111,11 @@ fn vfork() {
 
 /// Forks so many children that do nothing, and waits for ever. For a program that uses no CUDA.
 pub fn serve(count: usize) -> io::Result<()> {
+    let parent = getpid();
     for _ in 0..count {
         // SAFETY: this process has one thread.
         if let ForkResult::Child = unsafe { fork_process() }? {
-            let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+            end_with(parent);
             break;
         }
     }
@@ -127,13 +130,14 @@ impl Pool {
     /// Forks so many. Each inherits the pipes of those before it, too.
     pub fn fork(count: usize) -> io::Result<Self> {
         let mut pool = Self(Vec::new());
+        let parent = getpid();
         for _ in 0..count {
             let ((requests, to), (from, answers)) = (pipe()?, pipe()?);
             // SAFETY: as in `fork`.
             match unsafe { fork_process() }? {
                 ForkResult::Parent { .. } => pool.0.push((to.into(), from.into())),
                 ForkResult::Child => {
-                    let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+                    end_with(parent);
                     let (mut requests, mut answers) = (File::from(requests), File::from(answers));
                     let mut request = [0; 4];
                     while requests.read_exact(&mut request).is_ok() && answers.write_all(&request).is_ok() {}

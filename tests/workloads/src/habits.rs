@@ -15,7 +15,7 @@ use nix::libc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
-use nix::unistd::{ForkResult, fork, pause};
+use nix::unistd::{ForkResult, Pid, fork, getpid, getppid, pause};
 
 /// `struct io_uring_params`: 120 bytes.
 #[repr(C)]
@@ -156,16 +156,26 @@ impl Semaphore {
     }
 }
 
+/// Ends this process, a child that was forked, with its parent, also with one that has ended already.
+pub fn end_with(parent: Pid) {
+    let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+    if getppid() != parent {
+        // SAFETY: ends the process without running destructors, which are the parent's.
+        unsafe { libc::_exit(0) }
+    }
+}
+
 /// Forks a child that answers posts of one semaphore by posts of another, and counts in a third, which it has
 /// opened by its name, as workers of a fork server do. The exchange ends when the count does not grow. To be
 /// called before there are threads.
 pub fn semaphores() -> io::Result<()> {
     let rounds = Semaphore::open(c"/rounds")?;
     let (requests, answers) = (Semaphore::open(c"/requests")?, Semaphore::open(c"/answers")?);
+    let parent = getpid();
     // SAFETY: this program has one thread yet.
     match unsafe { fork() }? {
         ForkResult::Child => {
-            let _ = prctl::set_pdeathsig(Signal::SIGKILL);
+            end_with(parent);
             // The C library returns the mapping that it has, unless that is closed.
             // SAFETY: the child uses the inherited mapping no more.
             unsafe { libc::sem_close(rounds.0.into_inner()) };
@@ -195,11 +205,10 @@ pub fn semaphores() -> io::Result<()> {
 /// parents. To be called before there are threads.
 pub fn chain(length: usize) -> nix::Result<()> {
     for at in 0..length {
+        let parent = getpid();
         // SAFETY: this program has one thread yet; the child calls prctl, fork and pause alone.
         match unsafe { fork() } {
-            Ok(ForkResult::Child) => {
-                let _ = prctl::set_pdeathsig(Signal::SIGKILL);
-            }
+            Ok(ForkResult::Child) => end_with(parent),
             // The first is the program that goes on.
             Ok(ForkResult::Parent { .. }) if at == 0 => return Ok(()),
             Err(error) if at == 0 => return Err(error),

@@ -1,7 +1,7 @@
 //! Tests that fail next to all others, and pass alone.
 //!
-//! Every suite runs beside others on a busy machine, and a limit of time may be missed there. So the few tests
-//! that failed are run once more when everything else has ended. One that passes then is shown as flaky in the
+//! Suites run concurrently on a busy machine, and a limit of time may be missed there. So the few tests that
+//! failed are run once more when everything else has ended. One that passes then is shown as flaky in the
 //! summary, with why it had failed: it is to be looked at, but it does not fail the run.
 
 use anyhow::Result;

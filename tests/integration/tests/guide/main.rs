@@ -89,7 +89,10 @@ const PAGES: &[Story] = &[
     },
     Story {
         path: "docs/guide/install.md",
-        steps: &[Left(1, "builds a release")],
+        steps: &[
+            Left(1, "builds a release"),
+            Left(2, "needs a containerd with CRI; suite install does it"),
+        ],
         replace: &[],
     },
     Story {

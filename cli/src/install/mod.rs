@@ -1,0 +1,215 @@
+//! `firn install` and `firn uninstall`: firn's programs and its runtime handler on a node.
+
+pub mod args;
+mod error;
+mod handler;
+mod programs;
+mod running;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use firn_config::in_path;
+use firn_host::ProblemLine;
+use serde::Serialize;
+use serde_json::json;
+
+use self::args::{InstallArgs, Place, UninstallArgs};
+use self::error::InstallError;
+use self::handler::Configuration;
+use self::programs::Release;
+use crate::output::{self, line, note};
+use crate::program;
+
+/// What became of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Change {
+    Added,
+    Replaced,
+    Unchanged,
+    Removed,
+}
+
+impl Change {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Added => "added",
+            Self::Replaced => "replaced",
+            Self::Unchanged => "unchanged",
+            Self::Removed => "removed",
+        }
+    }
+}
+
+/// A file, and what became of it.
+#[derive(Debug, Serialize)]
+pub struct Done {
+    pub path: PathBuf,
+    pub change: Change,
+}
+
+/// What was done on the node.
+#[derive(Debug, Default, Serialize)]
+struct Report {
+    programs: Vec<Done>,
+    /// The file of containerd's configuration that has the runtime handler.
+    handler: Option<Done>,
+    /// Whether containerd was restarted.
+    restarted: bool,
+    /// Whether it has to be, for its configuration to be in force.
+    restart: bool,
+}
+
+pub fn install(args: &InstallArgs) -> Result<bool> {
+    let own = std::env::current_exe().context("cannot find this program")?;
+    let from = args.from.as_deref().or(own.parent()).unwrap_or(Path::new("."));
+    show(&args.place, installed(args, from))
+}
+
+fn installed(args: &InstallArgs, from: &Path) -> Result<Report, InstallError> {
+    let place = &args.place;
+    let release = Release::open(from)?;
+    enter(&place.root)?;
+    let configuration = args
+        .containerd
+        .then(|| Configuration::read(&place.config))
+        .transpose()?;
+    let handler = configuration
+        .map(|configuration| configuration.add(&place.prefix, place.dry_run))
+        .transpose()?;
+    let (handler, former) = handler.unzip();
+    match release.install(&place.prefix.join("bin"), place.dry_run) {
+        Ok(programs) => finish(place, programs, handler),
+        Err(error) => {
+            former.unwrap_or_default().restore();
+            Err(error)
+        }
+    }
+}
+
+pub fn uninstall(args: &UninstallArgs) -> Result<bool> {
+    show(&args.place, removed(args))
+}
+
+fn removed(args: &UninstallArgs) -> Result<Report, InstallError> {
+    let place = &args.place;
+    enter(&place.root)?;
+    if args.wait && !place.dry_run {
+        wait_for_the_last();
+    }
+    running::none()?;
+    let configuration = match place.config.exists() {
+        true => Some(Configuration::read(&place.config)?),
+        false => None,
+    };
+    let handler = configuration
+        .map(|configuration| configuration.remove(place.dry_run))
+        .transpose()?;
+    let programs = programs::remove(&place.prefix.join("bin"), place.dry_run)?;
+    finish(place, programs, handler.flatten())
+}
+
+/// Waits for the end of the containers that run under firn.
+fn wait_for_the_last() {
+    const POLL: Duration = Duration::from_secs(1);
+    const REPORT: Duration = Duration::from_secs(30);
+    let mut shown: Option<Instant> = None;
+    while let Err(error) = running::none() {
+        if shown.is_none_or(|at| at.elapsed() > REPORT) {
+            note!("firn: waiting: {error}");
+            shown = Some(Instant::now());
+        }
+        thread::sleep(POLL);
+    }
+}
+
+/// Restarts containerd, if that was asked for.
+fn finish(place: &Place, programs: Vec<Done>, handler: Option<Done>) -> Result<Report, InstallError> {
+    let changed = handler
+        .as_ref()
+        .is_some_and(|done| done.change != Change::Unchanged);
+    let restarted = changed && place.restart && !place.dry_run;
+    if restarted {
+        restart()?;
+    }
+    Ok(Report {
+        programs,
+        handler,
+        restarted,
+        restart: changed && !restarted,
+    })
+}
+
+/// Makes the node's root directory this process's.
+fn enter(root: &Path) -> Result<(), InstallError> {
+    if root == Path::new("/") {
+        return Ok(());
+    }
+    let enter = || {
+        nix::unistd::chroot(root)?;
+        nix::unistd::chdir("/")
+    };
+    enter().map_err(|error| InstallError::io("enter", root)(error.into()))
+}
+
+/// Where containerd and systemctl are looked for: a container's PATH may lack directories of the node's.
+fn search_path() -> OsString {
+    const USUAL: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+    let mut path = std::env::var_os("PATH").unwrap_or_default();
+    path.push(":");
+    path.push(USUAL);
+    path
+}
+
+fn restart() -> Result<(), InstallError> {
+    const LIMIT: Duration = Duration::from_secs(120);
+    const BY_HAND: &str = "there is no systemctl";
+    let failed = |message: String| InstallError::Restart { message };
+    let systemctl = in_path("systemctl", &search_path()).ok_or_else(|| failed(BY_HAND.to_owned()))?;
+    let output = program::run(&systemctl, &["restart", "containerd"], LIMIT);
+    let output = output.map_err(|error| failed(format!("{error:#}")))?;
+    match output.success {
+        true => Ok(()),
+        false => Err(failed(output.stderr.trim().to_owned())),
+    }
+}
+
+fn show(place: &Place, done: Result<Report, InstallError>) -> Result<bool> {
+    match done {
+        Ok(report) if place.json => output::json(&report)?,
+        Ok(report) => print(place, &report),
+        Err(error) => {
+            let message = ProblemLine(&error).to_string();
+            match place.json {
+                true => output::json(&json!({"failure": message}))?,
+                false => note!("firn: {message}"),
+            }
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn print(place: &Place, report: &Report) {
+    let would = if place.dry_run { "would be " } else { "" };
+    for done in report.programs.iter().chain(&report.handler) {
+        let (path, word) = (done.path.display(), done.change.word());
+        match done.change {
+            Change::Unchanged => line!("{path}: {word}"),
+            _ => line!("{path}: {would}{word}"),
+        }
+    }
+    if report.programs.is_empty() && report.handler.is_none() {
+        line!("nothing of firn is installed");
+    }
+    if report.restarted {
+        line!("containerd was restarted");
+    }
+    if report.restart {
+        line!("containerd has to be restarted: systemctl restart containerd (containers run on)");
+    }
+}
