@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 use crate::containerd::Socket;
 use crate::install::args::{InstallArgs, UninstallArgs};
 use crate::store::args::StoreCommand;
@@ -32,6 +33,8 @@ pub enum Command {
     Drain(DrainArgs),
     Install(InstallArgs),
     Uninstall(UninstallArgs),
+    Labels(LabelsArgs),
+    NodeAgent(NodeAgentArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
     #[command(subcommand)]

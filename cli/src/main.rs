@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod agent;
 mod args;
 mod audit;
 mod cdi;
@@ -53,6 +54,8 @@ fn main() -> ExitCode {
         Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(&args),
         Command::Uninstall(args) => install::uninstall(&args),
+        Command::Labels(args) => agent::labels::run(&args),
+        Command::NodeAgent(args) => agent::run(&args),
         Command::Cdi(command) => cdi::run(&command),
         Command::Store(command) => store::run(&command),
     };

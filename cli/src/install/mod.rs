@@ -1,6 +1,7 @@
 //! `firn install` and `firn uninstall`: firn's programs and its runtime handler on a node.
 
 pub mod args;
+mod daemon;
 mod error;
 mod handler;
 mod programs;
@@ -12,7 +13,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use firn_config::in_path;
 use firn_host::ProblemLine;
 use serde::Serialize;
 use serde_json::json;
@@ -22,7 +22,6 @@ use self::error::InstallError;
 use self::handler::Configuration;
 use self::programs::Release;
 use crate::output::{self, line, note};
-use crate::program;
 
 /// What became of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -127,14 +126,14 @@ fn wait_for_the_last() {
     }
 }
 
-/// Restarts containerd, if that was asked for.
+/// Restarts containerd if its configuration is not in force, and that was asked for.
 fn finish(place: &Place, programs: Vec<Done>, handler: Option<Done>) -> Result<Report, InstallError> {
     let changed = handler
         .as_ref()
-        .is_some_and(|done| done.change != Change::Unchanged);
+        .is_some_and(|done| done.change != Change::Unchanged || daemon::is_older_than(&done.path));
     let restarted = changed && place.restart && !place.dry_run;
     if restarted {
-        restart()?;
+        daemon::restart()?;
     }
     Ok(Report {
         programs,
@@ -145,7 +144,7 @@ fn finish(place: &Place, programs: Vec<Done>, handler: Option<Done>) -> Result<R
 }
 
 /// Makes the node's root directory this process's.
-fn enter(root: &Path) -> Result<(), InstallError> {
+pub fn enter(root: &Path) -> Result<(), InstallError> {
     if root == Path::new("/") {
         return Ok(());
     }
@@ -157,25 +156,12 @@ fn enter(root: &Path) -> Result<(), InstallError> {
 }
 
 /// Where containerd and systemctl are looked for: a container's PATH may lack directories of the node's.
-fn search_path() -> OsString {
+pub fn search_path() -> OsString {
     const USUAL: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     let mut path = std::env::var_os("PATH").unwrap_or_default();
     path.push(":");
     path.push(USUAL);
     path
-}
-
-fn restart() -> Result<(), InstallError> {
-    const LIMIT: Duration = Duration::from_secs(120);
-    const BY_HAND: &str = "there is no systemctl";
-    let failed = |message: String| InstallError::Restart { message };
-    let systemctl = in_path("systemctl", &search_path()).ok_or_else(|| failed(BY_HAND.to_owned()))?;
-    let output = program::run(&systemctl, &["restart", "containerd"], LIMIT);
-    let output = output.map_err(|error| failed(format!("{error:#}")))?;
-    match output.success {
-        true => Ok(()),
-        false => Err(failed(output.stderr.trim().to_owned())),
-    }
 }
 
 fn show(place: &Place, done: Result<Report, InstallError>) -> Result<bool> {

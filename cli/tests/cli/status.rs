@@ -1,7 +1,7 @@
 //! `firn status`, with bundles as shims leave them.
 
 use std::process::{Child, Command};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
@@ -16,7 +16,15 @@ impl Shim {
     fn start(node: &Node) -> Self {
         let program = node.path("containerd-shim-firn-v2");
         std::os::unix::fs::symlink("/bin/sleep", &program).expect("a program");
-        Self(Command::new(program).arg("1000").spawn().expect("a process"))
+        let shim = Self(Command::new(program).arg("1000").spawn().expect("a process"));
+        // The kernel lets the parent go on before it gives the process its name.
+        let comm = format!("/proc/{}/comm", shim.0.id());
+        let named = || std::fs::read_to_string(&comm).is_ok_and(|name| name.starts_with("containerd-shim"));
+        let begun = Instant::now();
+        while !named() && begun.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        shim
     }
 }
 

@@ -224,7 +224,12 @@ fn containerd_is_restarted_by_systemd(platform: Platform) -> Result<()> {
             )
         };
         let before = pid()?;
-        let shown = node.run(&[&INSTALL[..], &["--restart"]].concat())?.stdout;
+        // As a container does that has the node's file system.
+        node.run(&["mkdir", "/host"])?;
+        node.run(&["mount", "--rbind", "/", "/host"])?;
+        let shown = node
+            .run(&[&INSTALL[..], &["--restart", "--root", "/host"]].concat())?
+            .stdout;
         ensure!(shown.contains("containerd was restarted"), "{shown}");
         serves()?;
         ensure!(pid()? != before, "it is the same process");

@@ -46,6 +46,7 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 #[derive(Clone, Debug)]
 pub struct Image {
     name: String,
+    entrypoint: Vec<String>,
     command: Vec<String>,
     labels: Vec<(String, String)>,
     files: Vec<(PathBuf, PathBuf)>,
@@ -56,6 +57,7 @@ impl Image {
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
+            entrypoint: Vec::new(),
             command: vec!["sh".into()],
             labels: Vec::new(),
             files: Vec::new(),
@@ -71,6 +73,12 @@ impl Image {
     /// What runs when nothing else is asked for; a shell by default.
     pub fn command(mut self, command: &[&str]) -> Self {
         self.command = command.iter().map(|word| (*word).to_owned()).collect();
+        self
+    }
+
+    /// What runs before all commands and arguments; nothing by default.
+    pub fn entrypoint(mut self, program: &str) -> Self {
+        self.entrypoint = vec![program.to_owned()];
         self
     }
 
@@ -106,10 +114,17 @@ impl Image {
 
     /// Writes the image as a tar archive of an OCI layout below `work`.
     fn build(&self, busybox: &Path, work: &Path) -> Result<PathBuf> {
-        let (rootfs, layout) = (work.join("rootfs"), work.join("layout"));
+        let rootfs = work.join("rootfs");
         self.fill(busybox, &rootfs)?;
+        self.archive(&rootfs, work)
+    }
+
+    /// Writes an image that has nothing but this directory as a tar archive of an OCI layout below `work`. It
+    /// is the same for the same files.
+    pub fn archive(&self, rootfs: &Path, work: &Path) -> Result<PathBuf> {
+        let layout = work.join("layout");
         let layer = work.join("layer.tar");
-        tar(&rootfs, &layer)?;
+        tar(rootfs, &layer)?;
         write_layout(&layout, self, &fs::read(&layer)?)?;
         let image = work.join("image.tar");
         tar(&layout, &image)?;
@@ -203,7 +218,12 @@ fn write_layout(layout: &Path, image: &Image, layer: &[u8]) -> Result<()> {
     let config = json!({
         "architecture": ARCH.1,
         "os": "linux",
-        "config": { "Env": ["PATH=/usr/bin:/bin"], "Cmd": image.command, "Labels": labels },
+        "config": {
+            "Env": ["PATH=/usr/bin:/bin"],
+            "Entrypoint": image.entrypoint,
+            "Cmd": image.command,
+            "Labels": labels,
+        },
         // The layer is not compressed, so its digest is that of its content too.
         "rootfs": { "type": "layers", "diff_ids": [layer["digest"]] },
     });

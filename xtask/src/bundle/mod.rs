@@ -2,6 +2,7 @@
 //! `cargo xtask suite-bundle`.
 
 mod debs;
+pub mod dist;
 mod elf;
 pub mod gpu;
 pub mod suites;

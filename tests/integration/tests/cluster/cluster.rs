@@ -27,7 +27,9 @@ const DIR: &str = "/etc/kubernetes";
 const KUBECONFIG: &str = "/etc/kubernetes/admin.conf";
 /// Of a user who has the roles for drains and nothing else.
 const DRAINER: &str = "/etc/kubernetes/drainer.conf";
-const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
+pub const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
+/// Address of the Service `kubernetes`.
+const API_SERVICE: &str = "10.96.0.1";
 /// How long the parts of a cluster may take to be ready.
 const READY: Duration = Duration::from_secs(60);
 /// How long a pod may take to become what is waited for.
@@ -108,6 +110,8 @@ impl Cluster {
     fn start_control_plane(&self, link: Link) -> Result<()> {
         let node = &self.north;
         node.run(&["mkdir", "-p", DIR])?;
+        // What kube-proxy does: pods reach the API by the address of its Service.
+        node.run(&["ip", "address", "add", &format!("{API_SERVICE}/32"), "dev", "lo"])?;
         node.run(&["openssl", "genrsa", "-out", "/etc/kubernetes/sa.key", "2048"])?;
         node.write(
             format!("{DIR}/tokens.csv"),
@@ -127,21 +131,28 @@ impl Cluster {
             node,
             &format!(
                 "kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 \
-                 --secure-port=6443 --advertise-address={address} --service-cluster-ip-range=10.96.0.0/24 \
+                 --secure-port=443 --advertise-address={address} --service-cluster-ip-range=10.96.0.0/24 \
                  --cert-dir={DIR}/pki --token-auth-file={DIR}/tokens.csv --authorization-mode=RBAC \
                  --service-account-issuer=https://kubernetes.default.svc \
                  --service-account-key-file={DIR}/sa.key --service-account-signing-key-file={DIR}/sa.key \
-                 --disable-admission-plugins=ServiceAccount --allow-privileged=true \
+                 --allow-privileged=true \
                  --kubelet-preferred-address-types=InternalIP"
             ),
         )?;
         wait_for("the API server", READY, || {
             Ok(self.kubectl(&["get", "--raw", "/readyz"]).ok())
         })?;
-        for program in ["kube-controller-manager", "kube-scheduler"] {
+        let tokens = format!(
+            "--service-account-private-key-file={DIR}/sa.key --root-ca-file={DIR}/pki/apiserver.crt \
+             --use-service-account-credentials=false"
+        );
+        for (program, options) in [
+            ("kube-controller-manager", tokens.as_str()),
+            ("kube-scheduler", ""),
+        ] {
             daemon(
                 node,
-                &format!("{program} --kubeconfig={KUBECONFIG} --leader-elect=false"),
+                &format!("{program} --kubeconfig={KUBECONFIG} --leader-elect=false {options}"),
             )?;
         }
         Ok(())
@@ -329,7 +340,7 @@ fn write_kubeconfig(node: &Node, server: &str) -> Result<()> {
 
 const ADMIN: &str = "apiVersion: v1
 kind: Config
-clusters: [{name: test, cluster: {server: 'https://SERVER:6443', insecure-skip-tls-verify: true}}]
+clusters: [{name: test, cluster: {server: 'https://SERVER:443', insecure-skip-tls-verify: true}}]
 users: [{name: admin, user: {token: admin-token}}]
 contexts: [{name: test, context: {cluster: test, user: admin}}]
 current-context: test

@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
 mod cluster;
+mod installed;
 mod plugins;
 mod stories;
 

@@ -8,7 +8,7 @@ use firn_node::wait_for;
 use serde_json::Value;
 
 use crate::cluster::{Cluster, LIMIT, Member};
-use crate::plugins;
+use crate::{installed, plugins};
 
 type Story = fn(&Cluster) -> Result<()>;
 
@@ -21,6 +21,11 @@ pub const STORIES: &[(&str, Story)] = &[
     ("four replicas start from one checkpoint", replicas),
     ("each strategy of the device plugin", plugins::strategies),
     ("a lent GPU is given to an urgent pod and back", plugins::lent),
+    (
+        "a DaemonSet installs, upgrades and removes firn",
+        installed::by_daemonset,
+    ),
+    ("the chart has what kustomize has", installed::by_chart),
 ];
 
 /// Agents as shipped, but for the image.

@@ -1,0 +1,60 @@
+//! containerd's process: whether it has read its configuration, and its restart.
+
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use firn_config::in_path;
+use firn_host::procfs;
+use nix::time::{ClockId, clock_gettime};
+use nix::unistd::{SysconfVar, sysconf};
+
+use super::error::InstallError;
+use super::search_path;
+use crate::program;
+
+const PROGRAM: &str = "containerd";
+
+/// Whether containerd runs since before the file was written. Not if it does not run.
+pub fn is_older_than(path: &Path) -> bool {
+    let written = path.metadata().and_then(|meta| meta.modified());
+    match (started(), written) {
+        (Some(started), Ok(written)) => started < written,
+        _ => false,
+    }
+}
+
+/// When containerd was started.
+fn started() -> Option<SystemTime> {
+    let is_containerd = |pid: &i32| {
+        let program = fs::read_link(format!("/proc/{pid}/exe"));
+        let name = program
+            .ok()
+            .and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
+        name.is_some_and(|name| name.strip_suffix(" (deleted)").unwrap_or(&name) == PROGRAM)
+    };
+    let started = procfs::all()
+        .into_iter()
+        .filter(is_containerd)
+        .filter_map(procfs::started);
+    let per_second = u64::try_from(sysconf(SysconfVar::CLK_TCK).ok()??).ok()?;
+    let started = Duration::from_millis(started.max()? * 1000 / per_second);
+    let now = Duration::from(clock_gettime(ClockId::CLOCK_BOOTTIME).ok()?);
+    Some(SystemTime::now() - now.checked_sub(started)?)
+}
+
+/// Restarts it by systemd, also from within a root directory that is not systemd's.
+pub fn restart() -> Result<(), InstallError> {
+    const LIMIT: Duration = Duration::from_secs(120);
+    let failed = |message: String| InstallError::Restart { message };
+    let program =
+        |name: &str| in_path(name, &search_path()).ok_or_else(|| failed(format!("no {name} in PATH")));
+    let (env, systemctl) = (program("env")?, program("systemctl")?);
+    let systemctl = systemctl.to_string_lossy();
+    let restart = ["SYSTEMD_IGNORE_CHROOT=1", &*systemctl, "restart", PROGRAM];
+    let output = program::run(&env, &restart, LIMIT).map_err(|error| failed(format!("{error:#}")))?;
+    match output.success {
+        true => Ok(()),
+        false => Err(failed(output.stderr.trim().to_owned())),
+    }
+}
