@@ -208,3 +208,16 @@ pub const MANIFEST: &str = "firn.json";
 
 /// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";
+
+/// Label of a node of Kubernetes: whether its containerd has the runtime handler.
+pub const LABEL_RUNTIME: &str = "firn.dev/runtime";
+/// Label of a node: firn's version.
+pub const LABEL_VERSION: &str = "firn.dev/version";
+/// Label of a node: its driver's version.
+pub const LABEL_DRIVER: &str = "firn.dev/driver";
+/// Label of a node: the model of its GPUs.
+pub const LABEL_MODEL: &str = "firn.dev/gpu-model";
+/// Label of a node: whether its driver can checkpoint.
+pub const LABEL_CHECKPOINT: &str = "firn.dev/checkpoint";
+/// Label of a node: whether its driver can restore onto other GPUs.
+pub const LABEL_REMAP: &str = "firn.dev/remap";

@@ -10,23 +10,21 @@ use super::args::LabelsArgs;
 use crate::output::{self, line};
 use crate::{install, program};
 
-/// Whether containerd has the runtime handler.
-pub const RUNTIME: &str = "firn.dev/runtime";
+/// Values of [`LABEL_RUNTIME`](names::LABEL_RUNTIME). containerd has the handler.
 pub const READY: &str = "ready";
 /// Its configuration has it, and it was not restarted since.
 pub const RESTART: &str = "restart-containerd";
 /// `firn install` fails there.
 pub const FAILED: &str = "failed";
 
-const VERSION: &str = "firn.dev/version";
-const DRIVER: &str = "firn.dev/driver";
-const MODEL: &str = "firn.dev/gpu-model";
-/// What the driver can do.
-const CHECKPOINT: &str = "firn.dev/checkpoint";
-const REMAP: &str = "firn.dev/remap";
-
-/// All but [`RUNTIME`].
-pub const OF_NODE: [&str; 5] = [VERSION, DRIVER, MODEL, CHECKPOINT, REMAP];
+/// All labels but that of the runtime.
+pub const OF_NODE: [&str; 5] = [
+    names::LABEL_VERSION,
+    names::LABEL_DRIVER,
+    names::LABEL_MODEL,
+    names::LABEL_CHECKPOINT,
+    names::LABEL_REMAP,
+];
 
 /// The driver from which on restores go to other GPUs.
 const REMAPS: u32 = 580;
@@ -48,7 +46,7 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
 }
 
 fn of(inventory: Option<&Inventory>) -> BTreeMap<&'static str, String> {
-    let mut labels = BTreeMap::from([(VERSION, env!("CARGO_PKG_VERSION").to_owned())]);
+    let mut labels = BTreeMap::from([(names::LABEL_VERSION, env!("CARGO_PKG_VERSION").to_owned())]);
     let Some(inventory) = inventory.filter(|inventory| !inventory.gpus.is_empty()) else {
         return labels;
     };
@@ -57,17 +55,17 @@ fn of(inventory: Option<&Inventory>) -> BTreeMap<&'static str, String> {
         .split('.')
         .next()
         .and_then(|branch| branch.parse::<u32>().ok());
-    labels.insert(DRIVER, value(driver));
-    labels.insert(CHECKPOINT, inventory.checkpoint_api.to_string());
+    labels.insert(names::LABEL_DRIVER, value(driver));
+    labels.insert(names::LABEL_CHECKPOINT, inventory.checkpoint_api.to_string());
     let remaps = inventory.checkpoint_api && branch.is_some_and(|branch| branch >= REMAPS);
-    labels.insert(REMAP, remaps.to_string());
+    labels.insert(names::LABEL_REMAP, remaps.to_string());
     let mut models: Vec<&str> = inventory.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
     models.dedup();
     let model = match models[..] {
         [model] => value(model),
         _ => "mixed".to_owned(),
     };
-    labels.insert(MODEL, model);
+    labels.insert(names::LABEL_MODEL, model);
     labels
 }
 

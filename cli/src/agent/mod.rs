@@ -13,11 +13,12 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use firn_config::names;
 use serde::Deserialize;
 
 use self::api::Api;
 use self::args::NodeAgentArgs;
-use self::labels::{FAILED, OF_NODE, READY, RESTART, RUNTIME};
+use self::labels::{FAILED, OF_NODE, READY, RESTART};
 use crate::containerd::block_on;
 use crate::output::{line, note};
 use crate::program;
@@ -94,7 +95,7 @@ impl Agent<'_> {
             Err(_) => FAILED,
         };
         let mut labels: Labels = serde_json::from_str(&self.firn(&["labels"])?)?;
-        labels.insert(RUNTIME.to_owned(), runtime.to_owned());
+        labels.insert(names::LABEL_RUNTIME.to_owned(), runtime.to_owned());
         if self.shown != labels {
             let none = OF_NODE.into_iter().map(|label| (label, None));
             let known = labels
@@ -112,7 +113,10 @@ impl Agent<'_> {
         if self.removed {
             return Ok(());
         }
-        let none = OF_NODE.into_iter().chain([RUNTIME]).map(|label| (label, None));
+        let none = OF_NODE
+            .into_iter()
+            .chain([names::LABEL_RUNTIME])
+            .map(|label| (label, None));
         block_on(self.api.label(&none.collect()))??;
         self.firn(&["uninstall"])?;
         line!("firn is removed");
