@@ -92,6 +92,15 @@ impl Plan {
             change,
         }
     }
+
+    fn nothing(path: PathBuf) -> Self {
+        Self {
+            path,
+            before: None,
+            after: String::new(),
+            change: Change::Unchanged,
+        }
+    }
 }
 
 impl Configuration {
@@ -151,9 +160,11 @@ impl Configuration {
         };
         let has = before.as_deref();
         let theirs = parsed(&path, has.unwrap_or_default())?;
-        if let Some(other) = handler(&theirs).or_else(|| handler(&self.value)) {
+        let by_hand = [(&path, handler(&theirs)), (&self.path, handler(&self.value))];
+        if let Some((path, other)) = by_hand.into_iter().find_map(|(path, shim)| Some((path, shim?))) {
+            let path = path.clone();
             return match other == shim(prefix) {
-                true => Ok(Plan::new(path, before.clone(), before.unwrap_or_default())),
+                true => Ok(Plan::nothing(path)),
                 false => Err(InstallError::Other { path, other }),
             };
         }

@@ -126,7 +126,9 @@ fn a_configuration_that_was_not_there_goes_again(platform: Platform) -> Result<(
     on([host(platform, "in-n")?], |[host]| {
         host.node().run(&["rm", "-r", "/etc/containerd"])?;
         let before = files(host)?;
-        host.node().run(&INSTALL)?;
+        // Nothing here is systemd's. All else is done.
+        let why = refused(host, &[&INSTALL[..], &["--restart"]].concat())?;
+        ensure!(why.contains("FIRN-INSTALL-RESTART"), "{why}");
         ensure!(has_handler(host)?, "no handler");
         host.node().run(&["firn", "uninstall"])?;
         as_before(host, &before)

@@ -50,6 +50,8 @@ fn what_is_there_decides_what_is_added() {
     let older = of(dir.path(), &format!("{before}\n{BEGIN}# older\n{END}"));
     assert_eq!(added(&older), Change::Replaced);
     assert_eq!(added(&of(dir.path(), OTHER)), Change::Unchanged);
+    let imports = OTHER.replace("3\n", "3\nimports = ['conf.d/*.toml']\n");
+    assert_eq!(added(&of(dir.path(), &imports)), Change::Unchanged);
     let elsewhere = of(dir.path(), OTHER).plan(Path::new("/usr"), &toml::Table::new());
     assert!(matches!(elsewhere, Err(InstallError::Other { .. })));
     let path = dir.path().join("config.toml");
