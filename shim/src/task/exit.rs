@@ -80,13 +80,13 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
     let (service, container) = (service.clone(), container.clone());
     tokio::spawn(async move {
         if !container.traits.private_pids {
-            tidy(&container, "end", container.runc.kill(SIGKILL, true).await);
+            log_unless_gone(&container, container.runc.kill(SIGKILL, true).await);
         }
-        if matches!(was, InitState::Parked | InitState::Suspended) {
+        if is_frozen {
+            // Not by the runtime's resume: it first waits until all is frozen, with cgroup v2 for up to 10 s,
+            // which may not come to be while processes end.
             drop(container.take_held());
             thaw(&container).await;
-        } else if is_frozen {
-            tidy(&container, "thaw", container.runc.resume().await);
         }
         container.is_killed(ANSWER).await;
         init_gone(&service, &container, exit);
@@ -107,10 +107,10 @@ pub(super) async fn restore_killed(service: &Service, container: &Container) {
     init_ended(service, container, exit);
 }
 
-/// How long the freezer of a suspended container may take.
+/// How long the freezer of a container may take whose init has ended.
 const THAW: Duration = Duration::from_secs(10);
 
-/// Turns off a freezer that firn has turned on, of which the runtime need not know.
+/// Turns off the freezer, of which the runtime need not know.
 async fn thaw(container: &Container) {
     let thawed = async { container.cgroup()?.thaw(THAW).await };
     if let Err(error) = thawed.await
@@ -120,14 +120,14 @@ async fn thaw(container: &Container) {
     }
 }
 
-/// Logs that what init left could not be removed. It is no failure if nothing of it is left.
-fn tidy(container: &Container, verb: &str, done: Result<(), RuncError>) {
-    if let Err(error) = done
+/// Logs that the processes could not be killed that init has left. It is no failure if there are none.
+fn log_unless_gone(container: &Container, killed: Result<(), RuncError>) {
+    if let Err(error) = killed
         && !error.is_finished()
         && !error.is_absent()
     {
         log::warn!(
-            "cannot {verb} the processes that {} left: {}",
+            "cannot end the processes that {} left: {}",
             container.id,
             Chain(&error)
         );
