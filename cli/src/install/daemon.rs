@@ -10,7 +10,7 @@ use nix::time::{ClockId, clock_gettime};
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::error::InstallError;
-use super::search_path;
+use super::{running, search_path};
 use crate::program;
 
 const PROGRAM: &str = "containerd";
@@ -28,10 +28,7 @@ pub fn is_older_than(path: &Path) -> bool {
 fn started() -> Option<SystemTime> {
     let is_containerd = |pid: &i32| {
         let program = fs::read_link(format!("/proc/{pid}/exe"));
-        let name = program
-            .ok()
-            .and_then(|path| Some(path.file_name()?.to_str()?.to_owned()));
-        name.is_some_and(|name| name.strip_suffix(" (deleted)").unwrap_or(&name) == PROGRAM)
+        program.is_ok_and(|program| running::name_of(&program) == Some(PROGRAM))
     };
     let started = procfs::all()
         .into_iter()

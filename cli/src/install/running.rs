@@ -23,6 +23,12 @@ pub fn none() -> Result<(), InstallError> {
     })
 }
 
+/// The file name of a program that /proc shows. One that was replaced has " (deleted)" after it.
+pub fn name_of(program: &Path) -> Option<&str> {
+    let name = program.file_name()?.to_str()?;
+    Some(name.strip_suffix(" (deleted)").unwrap_or(name))
+}
+
 /// The container, or the pod, that the process is the shim of: NAMESPACE/ID.
 fn container(pid: i32) -> Option<String> {
     let dir = Path::new("/proc").join(pid.to_string());
@@ -31,10 +37,9 @@ fn container(pid: i32) -> Option<String> {
     named(&program, &command)
 }
 
-/// The same from what /proc has of the process. A program that was replaced has " (deleted)" after its name.
+/// The same from what /proc has of the process.
 fn named(program: &Path, command: &[u8]) -> Option<String> {
-    let name = program.file_name()?.to_str()?;
-    if name.strip_suffix(" (deleted)").unwrap_or(name) != names::SHIM_PROGRAM {
+    if name_of(program)? != names::SHIM_PROGRAM {
         return None;
     }
     let words: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();

@@ -23,7 +23,7 @@ mod stall;
 mod task;
 
 pub use archive::Archive;
-pub use build::{Built, Profile};
+pub use build::{Built, PROGRAMS, Profile};
 pub use census::{Census, ShimUse};
 pub use container::{BUNDLES, Container, Move, nothing_left, nothing_left_but_metadata};
 pub use counter::{Line, Lines};

@@ -8,17 +8,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, FIRN, GpuHost, SimGpu, cases, matrix, on};
+use firn_lab::{Container, FIRN, GpuHost, PROGRAMS, SimGpu, cases, matrix, on};
 use firn_node::{Platform, wait_for};
 
 const CONFIG: &str = "/etc/containerd/config.toml";
-const PROGRAMS: [&str; 5] = [
-    "containerd-shim-firn-v2",
-    "firn",
-    "firn-gpu",
-    "firn-hook",
-    "libfirn_criu.so",
-];
 /// Where the release is unpacked.
 const RELEASE: &str = "/opt/release";
 const INSTALL: [&str; 3] = ["/opt/release/firn", "install", "--containerd"];

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::Built;
+use firn_lab::{Built, PROGRAMS};
 use firn_node::{Image, go_install, wait_for};
 use serde_json::Value;
 
@@ -12,13 +12,6 @@ use crate::cluster::{Cluster, LIMIT, Member, RUNTIME_CLASS};
 use crate::stories::{answers, deployment, is_right, remove, running};
 
 const IMAGE: &str = "localhost/firn";
-const PROGRAMS: [&str; 5] = [
-    "containerd-shim-firn-v2",
-    "firn",
-    "firn-gpu",
-    "firn-hook",
-    "libfirn_criu.so",
-];
 /// Where the shipped files are on the first node.
 const CONFIG: &str = "/tmp/config/kubernetes";
 const HELM: (&str, &str) = ("helm.sh/helm/v3/cmd/helm", "v3.19.2");
