@@ -35,6 +35,9 @@ pub enum Command {
     Uninstall(UninstallArgs),
     Labels(LabelsArgs),
     NodeAgent(NodeAgentArgs),
+    Completions(CompletionsArgs),
+    #[command(hide = true)]
+    Man(ManArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
     #[command(subcommand)]
@@ -327,6 +330,9 @@ pub struct CdiGenerateArgs {
     /// Also write if another tool has written a CDI file of these GPUs.
     #[arg(long)]
     pub force: bool,
+    /// Write nothing, and do not fail, if another tool has written a CDI file of these GPUs.
+    #[arg(long, conflicts_with = "force")]
+    pub yield_to_others: bool,
 }
 
 /// How a CDI file is written.
@@ -346,4 +352,23 @@ pub struct CdiListArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Print what a shell needs to complete firn's commands and options.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "Examples:\n  firn completions bash >/etc/bash_completion.d/firn\n  \
+                  firn completions zsh >/usr/local/share/zsh/site-functions/_firn\n\n\
+                  Exit status: 0 done, 1 failed, 2 wrong usage."
+)]
+pub struct CompletionsArgs {
+    /// The shell.
+    pub shell: clap_complete::Shell,
+}
+
+/// Write the manual pages of firn's commands, for packages.
+#[derive(Debug, clap::Args)]
+pub struct ManArgs {
+    /// The directory that gets firn.1, firn-audit.1 and so on.
+    pub dir: PathBuf,
 }

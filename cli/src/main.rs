@@ -17,6 +17,7 @@ mod image;
 mod inspect;
 mod install;
 mod leftovers;
+mod manual;
 mod moves;
 mod output;
 mod plan;
@@ -56,6 +57,8 @@ fn main() -> ExitCode {
         Command::Uninstall(args) => install::uninstall(&args),
         Command::Labels(args) => agent::labels::run(&args),
         Command::NodeAgent(args) => agent::run(&args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::pages(&args),
         Command::Cdi(command) => cdi::run(&command),
         Command::Store(command) => store::run(&command),
     };

@@ -40,12 +40,20 @@ pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, Pr
 pub const INSTALL_CRIU_PLUGIN: &str = "install firn's libfirn_criu.so into the shim's directory";
 
 /// firn's plugin for CRIU, if it is installed: in the operator's directory of plugins, else as the helper
-/// programs.
+/// programs, else where packages have it, in `../lib/firn` of the running program's directory.
 pub fn find_criu_plugin(libs_dir: Option<&Path>) -> Option<PathBuf> {
     let theirs = libs_dir
         .map(|dir| dir.join(CRIU_PLUGIN))
         .filter(|plugin| plugin.is_file());
-    theirs.or_else(|| find_program(CRIU_PLUGIN, None).ok())
+    theirs
+        .or_else(|| find_program(CRIU_PLUGIN, None).ok())
+        .or_else(packaged_criu_plugin)
+}
+
+fn packaged_criu_plugin() -> Option<PathBuf> {
+    let own = std::env::current_exe().ok()?;
+    let plugin = own.parent()?.parent()?.join("lib/firn").join(CRIU_PLUGIN);
+    plugin.is_file().then_some(plugin)
 }
 
 fn search(

@@ -44,7 +44,13 @@ pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ProblemReport::from)?;
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
     if let Some(output) = output.filter(|_| !args.force) {
-        check(output, &config.create.cdi_dirs).map_err(ProblemReport::from)?;
+        match check(output, &config.create.cdi_dirs) {
+            Err(other) if args.yield_to_others => {
+                line!("nothing was written: {other}");
+                return Ok(true);
+            }
+            checked => checked.map_err(ProblemReport::from)?,
+        }
     }
     let inventory = program::inventory(&config).context("cannot read the GPUs of this node")?;
     let files =

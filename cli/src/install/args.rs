@@ -1,6 +1,6 @@
 //! The command line of `firn install` and `firn uninstall`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Put firn's programs on a node, and its runtime handler into containerd's configuration.
 ///
@@ -47,9 +47,10 @@ pub struct Place {
     /// Root directory of the node: for a container that has the node's file system.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub root: PathBuf,
-    /// The programs are in PREFIX/bin.
-    #[arg(long, default_value = "/usr/local")]
-    pub prefix: PathBuf,
+    /// The programs are in PREFIX/bin. Those of /usr belong to a package, and stay as they are. Default: /usr
+    /// for the firn of a package, else /usr/local.
+    #[arg(long)]
+    pub prefix: Option<PathBuf>,
     /// containerd's configuration.
     #[arg(long, value_name = "FILE", default_value = "/etc/containerd/config.toml")]
     pub config: PathBuf,
@@ -63,3 +64,17 @@ pub struct Place {
     #[arg(long)]
     pub json: bool,
 }
+
+impl Place {
+    /// Below which the programs are, or will be. `own` is this program.
+    pub fn prefix(&self, own: &Path) -> PathBuf {
+        let default = || match own == Path::new(PACKAGED).join("bin/firn") {
+            true => PACKAGED,
+            false => "/usr/local",
+        };
+        self.prefix.clone().unwrap_or_else(|| default().into())
+    }
+}
+
+/// The prefix of packages.
+pub const PACKAGED: &str = "/usr";

@@ -17,7 +17,7 @@ use firn_host::ProblemLine;
 use serde::Serialize;
 use serde_json::json;
 
-use self::args::{InstallArgs, Place, UninstallArgs};
+use self::args::{InstallArgs, PACKAGED, Place, UninstallArgs};
 use self::error::InstallError;
 use self::handler::Configuration;
 use self::programs::Release;
@@ -64,24 +64,33 @@ struct Report {
 }
 
 pub fn install(args: &InstallArgs) -> Result<bool> {
-    let own = std::env::current_exe().context("cannot find this program")?;
-    let from = args.from.as_deref().or(own.parent()).unwrap_or(Path::new("."));
-    show(&args.place, installed(args, from))
+    show(&args.place, installed(args, &own()?))
 }
 
-fn installed(args: &InstallArgs, from: &Path) -> Result<Report, InstallError> {
+fn own() -> Result<PathBuf> {
+    std::env::current_exe().context("cannot find this program")
+}
+
+/// `own` is this program.
+fn installed(args: &InstallArgs, own: &Path) -> Result<Report, InstallError> {
     let place = &args.place;
-    let release = Release::open(from)?;
+    let prefix = place.prefix(own);
+    let from = args.from.as_deref().or(own.parent()).unwrap_or(Path::new("."));
+    let release = match prefix == Path::new(PACKAGED) {
+        true => None,
+        false => Some(Release::open(from)?),
+    };
     enter(&place.root)?;
     let configuration = args
         .containerd
         .then(|| Configuration::read(&place.config))
         .transpose()?;
     let handler = configuration
-        .map(|configuration| configuration.add(&place.prefix, place.dry_run))
+        .map(|configuration| configuration.add(&prefix, place.dry_run))
         .transpose()?;
     let (handler, former) = handler.unzip();
-    match release.install(&place.prefix.join("bin"), place.dry_run) {
+    let programs = release.map(|release| release.install(&prefix.join("bin"), place.dry_run));
+    match programs.transpose().map(Option::unwrap_or_default) {
         Ok(programs) => finish(place, programs, handler),
         Err(error) => {
             former.unwrap_or_default().restore();
@@ -91,11 +100,12 @@ fn installed(args: &InstallArgs, from: &Path) -> Result<Report, InstallError> {
 }
 
 pub fn uninstall(args: &UninstallArgs) -> Result<bool> {
-    show(&args.place, removed(args))
+    show(&args.place, removed(args, &own()?))
 }
 
-fn removed(args: &UninstallArgs) -> Result<Report, InstallError> {
+fn removed(args: &UninstallArgs, own: &Path) -> Result<Report, InstallError> {
     let place = &args.place;
+    let prefix = place.prefix(own);
     enter(&place.root)?;
     if args.wait && !place.dry_run {
         wait_for_the_last();
@@ -108,7 +118,10 @@ fn removed(args: &UninstallArgs) -> Result<Report, InstallError> {
     let handler = configuration
         .map(|configuration| configuration.remove(place.dry_run))
         .transpose()?;
-    let programs = programs::remove(&place.prefix.join("bin"), place.dry_run)?;
+    let programs = match prefix == Path::new(PACKAGED) {
+        true => Vec::new(),
+        false => programs::remove(&prefix.join("bin"), place.dry_run)?,
+    };
     finish(place, programs, handler.flatten())
 }
 

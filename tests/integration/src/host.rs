@@ -419,6 +419,17 @@ impl GpuHost {
         logs.collect()
     }
 
+    /// Lets containerd serve Kubernetes, as packages of distributions configure it.
+    pub fn serve_kubernetes(&self) -> Result<()> {
+        const CONFIG: &str = "/etc/containerd/config.toml";
+        let config = self.node.read(CONFIG)?;
+        let serves = |line: &&str| !line.starts_with("disabled_plugins");
+        let lines: Vec<&str> = config.lines().filter(serves).collect();
+        self.node.write(CONFIG, lines.join("\n"))?;
+        // It makes directories at its first start.
+        self.node.restart_containerd()
+    }
+
     /// Moves an image to another node through a file, as a user would.
     pub fn send_image(&self, image: &str, to: &GpuHost) -> Result<Duration> {
         let begun = Instant::now();

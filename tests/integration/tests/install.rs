@@ -25,13 +25,7 @@ fn host(platform: Platform, name: &str) -> Result<GpuHost> {
         host.node()
             .run(&["mv", &format!("/usr/local/bin/{program}"), RELEASE])?;
     }
-    // As packages of distributions have it: containerd serves Kubernetes.
-    let config = host.node().read(CONFIG)?;
-    let serves = |line: &&str| !line.starts_with("disabled_plugins");
-    let lines: Vec<&str> = config.lines().filter(serves).collect();
-    host.node().write(CONFIG, lines.join("\n"))?;
-    // It makes directories at its first start.
-    host.node().restart_containerd()?;
+    host.serve_kubernetes()?;
     Ok(host)
 }
 

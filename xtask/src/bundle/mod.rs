@@ -1,10 +1,12 @@
 //! Archives for machines that cannot install packages: `cargo xtask gpu-bundle` and
 //! `cargo xtask suite-bundle`.
 
+mod deb;
 mod debs;
 pub mod dist;
 mod elf;
 pub mod gpu;
+mod sbom;
 pub mod suites;
 
 use std::ffi::OsStr;

@@ -90,8 +90,9 @@ const PAGES: &[Story] = &[
     Story {
         path: "docs/guide/install.md",
         steps: &[
-            Left(1, "builds a release"),
-            Left(2, "needs a containerd with CRI; suite install does it"),
+            Left(1, "needs a release; suite package does it with dpkg"),
+            Left(2, "builds a release"),
+            Left(3, "needs a containerd with CRI; suite install does it"),
         ],
         replace: &[],
     },
