@@ -153,6 +153,11 @@ sections! {
         /// Where the checkpoints are that pods may name: a directory for each namespace of Kubernetes that
         /// may. Default: none may.
         pub from_dir: Option<PathBuf> = None,
+        /// Images in containerd's store that pods may name, `NAMESPACE=IMAGE`; a `*` at the end of the image
+        /// stands for any text. Default: none.
+        pub from_images: Vec<String> = Vec::new(),
+        /// The most bytes that such an image may have when it is unpacked. Default: half of what is free.
+        pub image_cap: Option<u64> = None,
     }
 
     /// `[images]`

@@ -38,7 +38,7 @@ pub const ARCHIVE_IMAGE: &str = "checkpoint";
 pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
 
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
-/// `CONTAINER=NAME,...` for some of its containers.
+/// `CONTAINER=NAME,...` for some of its containers. A name may be `image:IMAGE`.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
 
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
@@ -159,6 +159,10 @@ pub const CRIU_UNIX_SOCKETS: &str = "firn-unix-sockets";
 /// File in the bundle of a pod's container that is restored because an annotation names its checkpoint: the
 /// image directory.
 pub const BUNDLE_RESTORED_FROM: &str = "firn-restored-from";
+
+/// Directory in the bundle for the checkpoint of such a container that is an image in containerd's store. It
+/// is in containerd's directory for what belongs to a task, which is on disk and removed with the bundle.
+pub const BUNDLE_UNPACKED: &str = "work/firn-checkpoint";
 
 /// Link to firn-hook, in the bundle, that CRIU is given as a script of a restore.
 pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";

@@ -42,7 +42,7 @@ pub const FROM: &str = "/var/lib/firn/named";
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A counter that has written two files as well as its log. The larger has more than half of its layer.
-fn counter() -> Value {
+pub fn counter() -> Value {
     let count = format!(
         "echo text >/written; seq 20000 >/larger; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8"
     );
@@ -129,7 +129,7 @@ fn falls_back() -> Value {
 }
 
 /// Starts a container that is refused, and returns the code.
-fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
+pub fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
     let pod = cri.pod_annotated("refused", annotations)?;
     let container = pod.create("c", special)?;
     let output = failure(container.start())?;
@@ -139,7 +139,7 @@ fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String>
 }
 
 /// Whether a container starts without its checkpoint, and without the checkpoint's files.
-fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
+pub fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
     let pod = cri.pod_annotated("cold", annotations)?;
     let container = pod.start_with("c", special)?;
     let seen = wait_for("a file of the container", LIMIT, || {
