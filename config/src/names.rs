@@ -210,6 +210,13 @@ pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
 
+/// The signature of the manifest, next to it.
+pub const SIGNATURE: &str = "firn.json.minisig";
+
+/// Directory below `[restore] from-dir` for checkpoints that their signature permits. No namespace has such a
+/// name.
+pub const SIGNED_DIR: &str = "_signed";
+
 /// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";
 

@@ -13,9 +13,11 @@ use std::fs::{self, Metadata};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::AtomicBool;
 
 use firn_config::{Config, find_program, names};
 use firn_host::{Absent, Problem};
+use firn_image::signature;
 use firn_oci::Spec;
 
 use super::compare;
@@ -26,6 +28,7 @@ use crate::cancel::CancellationToken;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
 
+use image::Permit;
 pub use image::{FoundImage, ImageStore, remove_unpacked};
 pub use source::{Source, name_for};
 
@@ -121,6 +124,12 @@ pub enum NameError {
         "the operator allows it by from-images under [restore] in the configuration"
     )]
     ImageNotAllowed { image: String, namespace: String },
+    #[error("checkpoint {dir} has to be signed for namespace {namespace:?}, and nobody may sign")]
+    #[problem(
+        "FIRN-SIGNATURE-KEY",
+        "trusted-keys under [restore] in the configuration names the directory with the keys of those who may"
+    )]
+    NoKeys { dir: PathBuf, namespace: String },
     #[error("containerd cannot give image {image:?}: {reason}")]
     #[problem(
         "FIRN-RESTORE-FROM",
@@ -192,8 +201,11 @@ impl Wish {
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
         };
         let (namespace, config) = (self.namespace.clone(), node.config.clone());
-        node.look(move || in_directories(&name, &namespace, &config))
-            .await
+        let found = node.look(move || in_directories(&name, &namespace, &config));
+        match found.await? {
+            (named, Permit::Namespace) => Ok(named),
+            (named, Permit::Signature) => node.signed(named, &self.namespace).await,
+        }
     }
 }
 
@@ -216,24 +228,57 @@ impl Node<'_> {
         let found = stoppable(limit, self.cancel, |_| look()).await;
         Ok(found.map_err(|left| left_image(left, limit))??)
     }
+
+    /// The checkpoint, if it is signed for the namespace by who may.
+    async fn signed(self, named: Named, namespace: &str) -> Result<Named, Refusal> {
+        let Some(keys) = self.config.restore.trusted_keys.clone() else {
+            let (dir, namespace) = (named.image, namespace.to_owned());
+            return Err(NameError::NoKeys { dir, namespace }.into());
+        };
+        let (limit, namespace) = (self.config.deadlines.verify, namespace.to_owned());
+        let (image, layer) = (named.image.clone(), named.layer.clone());
+        let check =
+            move |stop: &AtomicBool| signature::check(&image, layer.as_deref(), &namespace, &keys, stop);
+        let checked = stoppable(limit, self.cancel, check).await;
+        checked.map_err(|left| left_image(left, limit))??;
+        Ok(named)
+    }
 }
 
-/// The checkpoint that the operator has put into the directory of the namespace.
-fn in_directories(name: &str, namespace: &str, config: &Config) -> Result<Named, NameError> {
+/// The checkpoint that the operator has put into the directory of the namespace, or into that of signed ones.
+fn in_directories(name: &str, namespace: &str, config: &Config) -> Result<(Named, Permit), NameError> {
     let not_allowed = || NameError::NotAllowed {
         name: name.to_owned(),
         namespace: namespace.to_owned(),
     };
     let from = config.restore.from_dir.as_deref().ok_or_else(not_allowed)?;
-    if !source::is_name(namespace) {
+    if !source::is_name(namespace) || namespace == names::SIGNED_DIR {
         return Err(not_allowed());
     }
-    let dir = from.join(namespace);
-    if look(&dir)?.is_none() {
-        return Err(not_allowed());
+    let signed = config
+        .restore
+        .trusted_keys
+        .is_some()
+        .then(|| from.join(names::SIGNED_DIR));
+    let places = [
+        (Some(from.join(namespace)), Permit::Namespace),
+        (signed, Permit::Signature),
+    ];
+    let mut absent = None;
+    for (dir, permit) in places {
+        let Some(dir) = dir else {
+            continue;
+        };
+        if look(&dir)?.is_none() {
+            continue;
+        }
+        // A name may be a link: the operator made it. What is in the directory may come from an archive.
+        match in_directory(dir.join(name), String::new()) {
+            Err(NameError::Absent { path }) => drop(absent.get_or_insert(path)),
+            found => return Ok((found?, permit)),
+        }
     }
-    // A name may be a link: the operator made it. What is in the directory may come from an archive.
-    in_directory(dir.join(name), String::new())
+    Err(absent.map_or_else(not_allowed, |path| NameError::Absent { path }))
 }
 
 fn in_directory(path: PathBuf, origin: String) -> Result<Named, NameError> {

@@ -25,6 +25,13 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only(),
     Point::new(
+        "restore by name: a signed checkpoint",
+        "refused: FIRN-SIGNATURE-MISSING; signed for default goes on; refused: FIRN-SIGNATURE-NAMESPACE, \
+         FIRN-SIGNATURE-BAD; cold with fallback: true; refused: FIRN-SIGNATURE-KEY",
+        signed,
+    )
+    .firn_only(),
+    Point::new(
         "restore by name: a checkpoint that does not fit",
         "refused: FIRN-GPU-COUNT; cold with fallback: true; cut: FIRN-RESTORE-FROM, then cold: true",
         unfit,
@@ -40,6 +47,15 @@ pub const POINTS: &[Point] = &[
 
 pub const FROM: &str = "/var/lib/firn/named";
 const LIMIT: Duration = Duration::from_secs(60);
+
+/// Of minisign.
+const SECRET_KEY: &str = "untrusted comment: minisign encrypted secret key
+RWQAAEIyAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAGedkKZ9SWsjSn+V8CWy2H8i0bOUrbOoN4ZaN\
+VvbPVRsSD8mw7+V4SPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=
+";
+const PUBLIC_KEY: &str = "untrusted comment: minisign public key C85A529F2964E719
+RWQZ52Qpn1JayPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/
+";
 
 /// A counter that has written two files as well as its log. The larger has more than half of its layer.
 pub fn counter() -> Value {
@@ -175,6 +191,60 @@ fn absent(cri: Cri<'_>) -> Result<String> {
         Ok(format!(
             "refused: {}; cold with fallback: {cold}",
             codes.join(", ")
+        ))
+    })
+}
+
+/// The checkpoint is for no namespace but those that its signature names.
+fn signed(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let node = cri.host.node();
+        let before = keep(cri, "warm")?;
+        let dir = format!("{FROM}/_signed/warm");
+        node.run(&[
+            "sh",
+            "-ec",
+            &format!("mkdir -p {FROM}/_signed; mv {FROM}/default/warm {dir}"),
+        ])?;
+        let keys = "/etc/firn/keys";
+        node.write(format!("{keys}/job.pub"), PUBLIC_KEY)?;
+        node.write("/etc/firn/job.key", SECRET_KEY)?;
+        cri.host.configure(&format!(
+            "[restore]\nfrom-dir = \"{FROM}\"\ntrusted-keys = \"{keys}\"\n"
+        ))?;
+        let code = |annotations: &Value| refused(cri, annotations, &on_gpu(1, &cold()));
+        let named = json!({ "firn.dev/restore-from": "c=warm" });
+        let missing = code(&named)?;
+        let sign = |namespace: &str| {
+            let sign = [
+                "firn",
+                "sign",
+                &dir,
+                "--key",
+                "/etc/firn/job.key",
+                "--namespace",
+                namespace,
+            ];
+            node.run(&sign).map(drop)
+        };
+        sign("default")?;
+        let pod = cri.pod_annotated("signed", &named)?;
+        let copy = pod.start_with("c", &on_gpu(1, &cold()))?;
+        computes(&copy, before + 2)?;
+        let text = copy.exec("cat /written")?;
+        ensure!(text.contains("text"), "the written file has {text:?}");
+        pod.remove(&[&copy])?;
+        sign("other")?;
+        let other = code(&named)?;
+        sign("default")?;
+        node.run(&["sh", "-ec", &format!("printf x >>{dir}/rootfs-diff.tar")])?;
+        let bad = code(&named)?;
+        let cold = is_cold(cri, &falls_back(), &on_gpu(1, &cold()))?;
+        node.run(&["rm", &format!("{keys}/job.pub")])?;
+        let unknown = code(&named)?;
+        Ok(format!(
+            "refused: {missing}; signed for default goes on; refused: {other}, {bad}; cold with fallback: \
+             {cold}; refused: {unknown}"
         ))
     })
 }

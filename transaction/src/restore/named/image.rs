@@ -15,8 +15,18 @@ use crate::blocking;
 use crate::restore::compare;
 use crate::restore::error::Refusal;
 
-/// Stands for any namespace or any text.
+/// Stands for any text at the end of a name.
 const ANY: char = '*';
+const ANY_NAMESPACE: &str = "*";
+
+/// Why pods of a namespace may be restored from a checkpoint. The first counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Permit {
+    /// The operator has named both.
+    Namespace,
+    /// It has to be signed for the namespace.
+    Signature,
+}
 
 /// An image that containerd has.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,17 +45,24 @@ pub trait ImageStore: Sync {
 
 /// Unpacks the image, if pods of the namespace may be restored from it. After an error nothing of it is left.
 pub async fn unpacked(image: &str, namespace: &str, node: Node<'_>) -> Result<Named, Refusal> {
-    if !is_allowed(node.config, image, namespace) {
+    let Some(permit) = permit(node.config, image, namespace) else {
         let (image, namespace) = (image.to_owned(), namespace.to_owned());
         return Err(NameError::ImageNotAllowed { image, namespace }.into());
-    }
+    };
     let found = node.cancel.unless_cancelled(node.images.find(image)).await;
     let found = found.ok_or(Refusal::Killed)?;
     let found = found.map_err(|reason| NameError::NoImage {
         image: image.to_owned(),
         reason,
     })?;
-    let unpacked = unpack(image, &found, node).await;
+    let unpacked = async {
+        let named = unpack(image, &found, node).await?;
+        match permit {
+            Permit::Namespace => Ok(named),
+            Permit::Signature => node.signed(named, namespace).await,
+        }
+    };
+    let unpacked = unpacked.await;
     if unpacked.is_err() {
         remove_unpacked(node.bundle).await;
     }
@@ -81,14 +98,19 @@ pub async fn remove_unpacked(bundle: &Path) {
     .await;
 }
 
-/// Whether a pod of the namespace may be restored from the image. `NAMESPACE=IMAGE` allows it, where a `*` at
-/// the end of the image stands for any text.
-fn is_allowed(config: &Config, image: &str, namespace: &str) -> bool {
-    let allows = |rule: &String| {
-        rule.split_once('=')
-            .is_some_and(|(of, pattern)| of == namespace && !namespace.is_empty() && matches(pattern, image))
-    };
-    config.restore.from_images.iter().any(allows)
+/// What permits a pod of the namespace to be restored from the image, unless nothing does. `NAMESPACE=IMAGE`
+/// does, where a `*` at the end of the image stands for any text; for any namespace the image's signature has
+/// to name that of the pod.
+fn permit(config: &Config, image: &str, namespace: &str) -> Option<Permit> {
+    let rules = config.restore.from_images.iter();
+    let rules = rules.filter_map(|rule| rule.split_once('='));
+    let matching = rules.filter(|(of, pattern)| !of.is_empty() && matches(pattern, image));
+    let permits = matching.filter_map(|(of, _)| match of {
+        of if of == namespace => Some(Permit::Namespace),
+        ANY_NAMESPACE => Some(Permit::Signature),
+        _ => None,
+    });
+    permits.min()
 }
 
 fn matches(pattern: &str, image: &str) -> bool {
@@ -115,7 +137,7 @@ mod tests {
     impl ImageStore for One {
         fn find(&self, name: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
             let found = match name {
-                "r.example/warm:1" => Ok(FoundImage {
+                "r.example/warm:1" | "s.example/warm:1" => Ok(FoundImage {
                     store: "/store".into(),
                     digest: "sha256:ab".to_owned(),
                 }),
@@ -134,7 +156,8 @@ mod tests {
         fs::set_permissions(&hook, fs::Permissions::from_mode(0o700)).unwrap();
         let mut config = Config::default();
         config.hook.path = Some(hook);
-        config.restore.from_images = vec!["ml=r.example/*".to_owned()];
+        config.restore.from_images = ["ml=r.example/*", "*=s.example/*"].map(str::to_owned).to_vec();
+        config.restore.trusted_keys = Some(bundle.path().to_owned());
         let (reaper, cancel) = (Reaper::start().unwrap(), CancellationToken::default());
         let node = Node {
             config: &config,
@@ -166,6 +189,14 @@ mod tests {
         let (done, is_left) = by_hook("echo too large >&2; exit 1", image, false).await;
         let error = done.unwrap_err();
         assert_eq!((error.code(), is_left), ("FIRN-IMAGE-UNPACK", false), "{error}");
+        let signed = "s.example/warm:1";
+        let (done, is_left) = by_hook("mkdir $4/checkpoint", signed, false).await;
+        let error = done.unwrap_err();
+        assert_eq!(
+            (error.code(), is_left),
+            ("FIRN-SIGNATURE-MISSING", false),
+            "{error}"
+        );
         let (done, is_left) = by_hook("exec sleep 1000", image, true).await;
         assert!(matches!(done, Err(Refusal::Killed)) && !is_left, "{done:?}");
         let (done, is_left) = by_hook("", "r.example/absent:1", false).await;
@@ -176,24 +207,27 @@ mod tests {
     #[test]
     fn the_operator_allows_images_of_a_namespace_by_patterns() {
         let mut config = Config::default();
-        assert!(!is_allowed(&config, "r.example/warm:1", "ml"));
+        assert_eq!(permit(&config, "r.example/warm:1", "ml"), None);
         let rules = [
+            "*=r.example/signed/*",
             "ml=r.example/warm:1",
-            "ml=r.example/ml/*",
+            "ml=r.example/signed/a:1",
             "broken",
             "=r.example/none:1",
         ];
         config.restore.from_images = rules.map(str::to_owned).to_vec();
         for (image, namespace, expected) in [
-            ("r.example/warm:1", "ml", true),
-            ("r.example/warm:12", "ml", false),
-            ("r.example/warm:1", "other", false),
-            ("r.example/ml/a:1", "ml", true),
-            ("r.example/mla:1", "ml", false),
-            ("r.example/none:1", "", false),
+            ("r.example/warm:1", "ml", Some(Permit::Namespace)),
+            ("r.example/warm:12", "ml", None),
+            ("r.example/warm:1", "other", None),
+            ("r.example/signed/a:1", "ml", Some(Permit::Namespace)),
+            ("r.example/signed/b:1", "ml", Some(Permit::Signature)),
+            ("r.example/signed/b:1", "other", Some(Permit::Signature)),
+            ("r.example/signedx/b:1", "other", None),
+            ("r.example/none:1", "", None),
         ] {
             assert_eq!(
-                is_allowed(&config, image, namespace),
+                permit(&config, image, namespace),
                 expected,
                 "{image} for {namespace}"
             );

@@ -1,5 +1,6 @@
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::pin::Pin;
 
 use serde_json::{Value, json};
 
@@ -102,9 +103,80 @@ fn restarts_are_restored_again_unless_they_are_to_start_cold() {
     assert!(restored(&[("firn.dev/restore-fallback", "warm")]).is_err());
 }
 
+#[tokio::test]
+async fn signed_checkpoints_are_for_the_namespaces_that_they_name() {
+    struct None;
+    impl ImageStore for None {
+        fn find(&self, _: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
+            panic!("no image is named")
+        }
+    }
+    let root = tempfile::tempdir().unwrap();
+    let (reaper, cancel) = (Reaper::start().unwrap(), CancellationToken::default());
+    let dir = root.path().join("_signed/warm");
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join(INVENTORY), "").unwrap();
+    let keys = root.path().join("keys");
+    fs::create_dir(&keys).unwrap();
+    let mut config = Config::default();
+    config.restore.from_dir = Some(root.path().to_owned());
+    let code = async |config: &Config, namespace: &str| {
+        let more = [
+            ("firn.dev/restore-from", "warm"),
+            ("io.kubernetes.cri.sandbox-namespace", namespace),
+        ];
+        let wish = Wish::of(&spec(&more)).unwrap().unwrap();
+        let node = Node {
+            config,
+            bundle: root.path(),
+            images: &None,
+            reaper: &reaper,
+            cancel: &cancel,
+        };
+        let refused = wish.find(node).await.err();
+        refused.map_or_else(String::new, |error| error.code().to_owned())
+    };
+    assert_eq!(
+        code(&config, "ml").await,
+        "FIRN-RESTORE-FROM",
+        "nobody is trusted"
+    );
+    config.restore.trusted_keys = Some(keys.clone());
+    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-MISSING");
+    assert_eq!(
+        code(&config, "_signed").await,
+        "FIRN-RESTORE-FROM",
+        "no namespace"
+    );
+    // For all namespaces, made by minisign.
+    fs::write(dir.join(names::SIGNATURE), SIGNATURE).unwrap();
+    fs::write(dir.join(names::MANIFEST), "{}").unwrap();
+    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-KEY");
+    fs::write(keys.join("a.pub"), KEY).unwrap();
+    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-BAD");
+    fs::write(dir.join(names::MANIFEST), r#"{"format":"firn-checkpoint"}"#).unwrap();
+    assert_eq!(code(&config, "ml").await, "");
+    // What the operator has put into the namespace's directory comes first, signed or not.
+    let own = root.path().join("ml/warm");
+    fs::create_dir_all(&own).unwrap();
+    fs::write(own.join(INVENTORY), "").unwrap();
+    fs::remove_dir_all(&keys).unwrap();
+    assert_eq!(code(&config, "ml").await, "");
+    assert_eq!(code(&config, "other").await, "FIRN-SIGNATURE-KEY");
+}
+
+const KEY: &str = "untrusted comment: minisign public key C85A529F2964E719
+RWQZ52Qpn1JayPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/
+";
+const SIGNATURE: &str = "untrusted comment: signature from minisign secret key
+RWQZ52Qpn1JayLtMNU7o7CScW3NPCT1l2rp3ZS8QdwIRumJRE15rmqh9SU9908UYhrVOEVDomMlHIxAcYu22M3ytx2cMEpPTdQg=
+trusted comment: firn namespaces=*
+gNbnqQRz3VD46N9xwFYzV7Uq6RwCxj37WvXSS9+xVX2koS0exCh4UziAWCaI0OVRmC7DKMUsrw3f3Bnjvad2Bw==
+";
+
 fn found(wish: &Wish, config: &Config) -> Result<Named, NameError> {
     match &wish.source {
-        Source::Directory(name) => in_directories(name, &wish.namespace, config),
+        Source::Directory(name) => in_directories(name, &wish.namespace, config).map(|(named, _)| named),
         source => panic!("{source:?}"),
     }
 }
