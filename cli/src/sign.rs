@@ -4,7 +4,7 @@
 //! is given the trusted comment that `--print-comment` prints.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,6 +16,7 @@ use firn_image::signature::{Namespaces, Statement, checksum};
 use ring::signature::Ed25519KeyPair;
 
 use crate::args::SignArgs;
+use crate::image;
 use crate::output::line;
 
 /// Algorithm of keys, and of signatures of a file that is not hashed beforehand.
@@ -31,7 +32,7 @@ struct Key {
 }
 
 pub fn run(args: &SignArgs) -> Result<bool> {
-    let (image, layer) = parts(&args.dir);
+    let (image, layer) = image::parts(&args.dir);
     let manifest = Manifest::read(&image).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
     let manifest = manifest.with_context(|| {
         format!(
@@ -71,18 +72,6 @@ pub fn run(args: &SignArgs) -> Result<bool> {
     written.map_err(|error| anyhow::anyhow!("cannot write {}: {}", path.display(), Chain(&error)))?;
     line!("{}: {comment}", path.display());
     Ok(true)
-}
-
-/// The image directory, and the archive next to it. DIR may be either.
-fn parts(dir: &Path) -> (PathBuf, Option<PathBuf>) {
-    let image = dir.join(names::ARCHIVE_IMAGE);
-    match image.join(names::MANIFEST).exists() {
-        true => (
-            image,
-            Some(dir.join(names::ARCHIVE_LAYER)).filter(|layer| layer.exists()),
-        ),
-        false => (dir.to_owned(), None),
-    }
 }
 
 impl Key {

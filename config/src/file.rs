@@ -153,6 +153,8 @@ sections! {
         /// Where the checkpoints are that pods may name: a directory for each namespace of Kubernetes that
         /// may. Default: none may.
         pub from_dir: Option<PathBuf> = None,
+        /// Whether pods may name checkpoints in the node's store that have a name for their namespace.
+        pub from_store: bool = false,
         /// Images in containerd's store that pods may name, `NAMESPACE=IMAGE`; a `*` at the end of the image
         /// stands for any text, as a namespace for any whose pods the image's signature permits. Default:
         /// none.

@@ -38,7 +38,8 @@ pub const ARCHIVE_IMAGE: &str = "checkpoint";
 pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
 
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
-/// `CONTAINER=NAME,...` for some of its containers. A name may be `image:IMAGE`.
+/// `CONTAINER=NAME,...` for some of its containers. A name may be `image:IMAGE` or
+/// `store:NAME`.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
 
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
@@ -212,6 +213,9 @@ pub const MANIFEST: &str = "firn.json";
 
 /// The signature of the manifest, next to it.
 pub const SIGNATURE: &str = "firn.json.minisig";
+
+/// Directory of a store for checkpoints with a name: `NAMESPACE/NAME`, as below `[restore] from-dir`.
+pub const STORE_NAMED: &str = "named";
 
 /// Directory below `[restore] from-dir` for checkpoints that their signature permits. No namespace has such a
 /// name.

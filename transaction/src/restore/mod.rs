@@ -29,7 +29,7 @@ mod testing;
 
 pub(crate) use error::Refusal;
 pub use error::RestoreError;
-pub use named::{FoundImage, ImageStore, name_for, remove_unpacked};
+pub use named::{FoundImage, ImageStore, is_name, name_for, remove_unpacked};
 pub(crate) use named::{Named, Node, Wish};
 pub use prepare::{Preparation, in_use};
 pub use rollback::LOG;

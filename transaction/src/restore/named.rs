@@ -30,7 +30,7 @@ use crate::warn::OrWarn;
 
 use image::Permit;
 pub use image::{FoundImage, ImageStore, remove_unpacked};
-pub use source::{Source, name_for};
+pub use source::{Source, is_name, name_for};
 
 /// Every image of CRIU has this file.
 const INVENTORY: &str = "inventory.img";
@@ -99,8 +99,8 @@ pub enum NameError {
     #[error("annotation {key} is {value:?}")]
     #[problem(
         "FIRN-RESTORE-FROM",
-        "restore-from is NAME or CONTAINER=NAME,..., where a NAME is that of a directory or image:IMAGE; \
-         restore-fallback is cold, restore-restarts again or cold"
+        "restore-from is NAME or CONTAINER=NAME,..., where a NAME is that of a directory, image:IMAGE or \
+         store:NAME; restore-fallback is cold, restore-restarts again or cold"
     )]
     Value { key: &'static str, value: String },
     #[error(
@@ -109,7 +109,7 @@ pub enum NameError {
     #[problem(
         "FIRN-RESTORE-FROM",
         "the operator allows it by from-dir under [restore] in the configuration, and a directory with the \
-         namespace's name in it"
+         namespace's name in it; a name in the store by from-store there, and `firn store name`"
     )]
     NotAllowed { name: String, namespace: String },
     #[error("this node has no checkpoint {path}")]
@@ -196,12 +196,17 @@ impl Wish {
     /// The checkpoint, on this node. Does not wait for a file system that hangs, nor once the client no
     /// longer waits for the container.
     pub async fn find(&self, node: Node<'_>) -> Result<Named, Refusal> {
-        let name = match &self.source {
-            Source::Directory(name) => name.clone(),
+        let restore = &node.config.restore;
+        let (name, from) = match &self.source {
+            Source::Directory(name) => (name.clone(), restore.from_dir.clone()),
+            Source::Store(name) => {
+                let store = node.config.images.store.as_ref().filter(|_| restore.from_store);
+                (name.clone(), store.map(|store| store.join(names::STORE_NAMED)))
+            }
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
         };
-        let (namespace, config) = (self.namespace.clone(), node.config.clone());
-        let found = node.look(move || in_directories(&name, &namespace, &config));
+        let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
+        let found = node.look(move || in_directories(&name, &namespace, from, by_signature));
         match found.await? {
             (named, Permit::Namespace) => Ok(named),
             (named, Permit::Signature) => node.signed(named, &self.namespace).await,
@@ -246,30 +251,27 @@ impl Node<'_> {
 }
 
 /// The checkpoint that the operator has put into the directory of the namespace, or into that of signed ones.
-fn in_directories(name: &str, namespace: &str, config: &Config) -> Result<(Named, Permit), NameError> {
+fn in_directories(
+    name: &str,
+    namespace: &str,
+    from: Option<PathBuf>,
+    by_signature: bool,
+) -> Result<(Named, Permit), NameError> {
     let not_allowed = || NameError::NotAllowed {
         name: name.to_owned(),
         namespace: namespace.to_owned(),
     };
-    let from = config.restore.from_dir.as_deref().ok_or_else(not_allowed)?;
-    if !source::is_name(namespace) || namespace == names::SIGNED_DIR {
+    let from = from.ok_or_else(not_allowed)?;
+    if !is_name(namespace) || namespace == names::SIGNED_DIR {
         return Err(not_allowed());
     }
-    let signed = config
-        .restore
-        .trusted_keys
-        .is_some()
-        .then(|| from.join(names::SIGNED_DIR));
     let places = [
-        (Some(from.join(namespace)), Permit::Namespace),
-        (signed, Permit::Signature),
+        (from.join(namespace), Permit::Namespace),
+        (from.join(names::SIGNED_DIR), Permit::Signature),
     ];
     let mut absent = None;
     for (dir, permit) in places {
-        let Some(dir) = dir else {
-            continue;
-        };
-        if look(&dir)?.is_none() {
+        if (permit == Permit::Signature && !by_signature) || look(&dir)?.is_none() {
             continue;
         }
         // A name may be a link: the operator made it. What is in the directory may come from an archive.

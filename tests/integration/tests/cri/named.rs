@@ -32,6 +32,13 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only(),
     Point::new(
+        "restore by name: a name in the store",
+        "refused: FIRN-RESTORE-FROM, then goes on with the files; taken: FIRN-STORE-NAME; gone: \
+         FIRN-RESTORE-FROM",
+        in_store,
+    )
+    .firn_only(),
+    Point::new(
         "restore by name: a checkpoint that does not fit",
         "refused: FIRN-GPU-COUNT; cold with fallback: true; cut: FIRN-RESTORE-FROM, then cold: true",
         unfit,
@@ -46,6 +53,7 @@ pub const POINTS: &[Point] = &[
 ];
 
 pub const FROM: &str = "/var/lib/firn/named";
+const STORE: &str = "/var/lib/firn/store";
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Of minisign.
@@ -245,6 +253,40 @@ fn signed(cri: Cri<'_>) -> Result<String> {
         Ok(format!(
             "refused: {missing}; signed for default goes on; refused: {other}, {bad}; cold with fallback: \
              {cold}; refused: {unknown}"
+        ))
+    })
+}
+
+/// `firn store name` puts it there, and `from-store` permits it to pods of the namespace.
+fn in_store(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let node = cri.host.node();
+        let before = keep(cri, "warm")?;
+        let images = format!("[images]\nstore = \"{STORE}\"\n");
+        cri.host.configure(&images)?;
+        let (from, name) = (format!("{FROM}/default/warm"), ["firn", "store", "name"]);
+        node.run(&[&name[..], &[&from, "default/warm"]].concat())?;
+        let taken = failure(
+            node.run(&[&name[..], &[&from, "default/warm"]].concat())
+                .map(drop),
+        )?;
+        ensure!(taken.contains("FIRN-STORE-NAME"), "{taken}");
+        node.run(&["rm", "-r", &from])?;
+        let named = json!({ "firn.dev/restore-from": "c=store:warm" });
+        let code = || refused(cri, &named, &on_gpu(1, &cold()));
+        let off = code()?;
+        cri.host
+            .configure(&format!("{images}[restore]\nfrom-store = true\n"))?;
+        let pod = cri.pod_annotated("stored", &named)?;
+        let copy = pod.start_with("c", &on_gpu(1, &cold()))?;
+        computes(&copy, before + 2)?;
+        let text = copy.exec("cat /written")?;
+        ensure!(text.contains("text"), "the written file has {text:?}");
+        pod.remove(&[&copy])?;
+        node.run(&["rm", "-r", STORE])?;
+        let gone = code()?;
+        Ok(format!(
+            "refused: {off}, then goes on with the files; taken: FIRN-STORE-NAME; gone: {gone}"
         ))
     })
 }

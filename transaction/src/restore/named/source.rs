@@ -6,6 +6,8 @@ use super::NameError;
 
 /// Before the name of an image in containerd's store.
 const IMAGE: &str = "image:";
+/// Before a name in the store.
+const STORE: &str = "store:";
 
 /// Where a checkpoint is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,12 +16,17 @@ pub enum Source {
     Directory(String),
     /// An image of this name in containerd's store.
     Image(String),
+    /// A checkpoint that the node's store has under this name.
+    Store(String),
 }
 
 impl Source {
     fn parse(text: &str) -> Option<Self> {
-        match text.strip_prefix(IMAGE) {
-            Some(image) => is_image(image).then(|| Self::Image(image.to_owned())),
+        if let Some(image) = text.strip_prefix(IMAGE) {
+            return is_image(image).then(|| Self::Image(image.to_owned()));
+        }
+        match text.strip_prefix(STORE) {
+            Some(name) => is_name(name).then(|| Self::Store(name.to_owned())),
             None => is_name(text).then(|| Self::Directory(text.to_owned())),
         }
     }

@@ -23,6 +23,7 @@ fn name(value: &str) -> Result<Option<String>, NameError> {
     Ok(wish.map(|wish| match wish.source {
         Source::Directory(name) => name,
         Source::Image(image) => format!("image {image}"),
+        Source::Store(name) => format!("{name} in the store"),
     }))
 }
 
@@ -32,6 +33,7 @@ fn a_name_is_for_all_containers_or_for_one() {
     assert_eq!(name("warm-1"), Ok(Some("warm-1".into())));
     assert_eq!(name("proxy=a, server=b"), Ok(Some("b".into())));
     assert_eq!(name("proxy=a"), Ok(None));
+    assert_eq!(name("server=store:a"), Ok(Some("a in the store".into())));
     let image = "r.example:5000/a/b:1@sha256:0123";
     let expected = Ok(Some(format!("image {image}")));
     assert_eq!(name(&format!("image:{image}")), expected);
@@ -55,6 +57,9 @@ fn a_name_is_for_all_containers_or_for_one() {
         "image:a b",
         "image:a,b",
         "other:a",
+        "store:",
+        "store:a/b",
+        "store:..",
     ] {
         let error = name(wrong).unwrap_err();
         assert!(matches!(error, NameError::Value { .. }), "{wrong}: {error}");
@@ -103,66 +108,97 @@ fn restarts_are_restored_again_unless_they_are_to_start_cold() {
     assert!(restored(&[("firn.dev/restore-fallback", "warm")]).is_err());
 }
 
-#[tokio::test]
-async fn signed_checkpoints_are_for_the_namespaces_that_they_name() {
-    struct None;
-    impl ImageStore for None {
-        fn find(&self, _: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
-            panic!("no image is named")
-        }
+/// Containerd has no images.
+struct NoImages;
+
+impl ImageStore for NoImages {
+    fn find(&self, _: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
+        panic!("no image is named")
     }
-    let root = tempfile::tempdir().unwrap();
-    let (reaper, cancel) = (Reaper::start().unwrap(), CancellationToken::default());
-    let dir = root.path().join("_signed/warm");
-    fs::create_dir_all(&dir).unwrap();
+}
+
+/// The image directory that is found for a pod, or the code of the refusal.
+async fn image_of(config: &Config, name: &str, namespace: &str) -> Result<PathBuf, String> {
+    let more = [
+        ("firn.dev/restore-from", name),
+        ("io.kubernetes.cri.sandbox-namespace", namespace),
+    ];
+    let wish = Wish::of(&spec(&more)).unwrap().unwrap();
+    let node = Node {
+        config,
+        bundle: Path::new("/nonexistent"),
+        images: &NoImages,
+        reaper: &Reaper::start().unwrap(),
+        cancel: &CancellationToken::default(),
+    };
+    let found = wish.find(node).await;
+    found
+        .map(|named| named.image)
+        .map_err(|error| error.code().to_owned())
+}
+
+fn make_image(dir: &Path) {
+    fs::create_dir_all(dir).unwrap();
     fs::write(dir.join(INVENTORY), "").unwrap();
+}
+
+#[tokio::test]
+async fn a_signature_permits_a_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("_signed/warm");
+    make_image(&dir);
     let keys = root.path().join("keys");
     fs::create_dir(&keys).unwrap();
     let mut config = Config::default();
     config.restore.from_dir = Some(root.path().to_owned());
-    let code = async |config: &Config, namespace: &str| {
-        let more = [
-            ("firn.dev/restore-from", "warm"),
-            ("io.kubernetes.cri.sandbox-namespace", namespace),
-        ];
-        let wish = Wish::of(&spec(&more)).unwrap().unwrap();
-        let node = Node {
-            config,
-            bundle: root.path(),
-            images: &None,
-            reaper: &reaper,
-            cancel: &cancel,
-        };
-        let refused = wish.find(node).await.err();
-        refused.map_or_else(String::new, |error| error.code().to_owned())
-    };
+    let refused = async |config: &Config, namespace| image_of(config, "warm", namespace).await.unwrap_err();
     assert_eq!(
-        code(&config, "ml").await,
+        refused(&config, "ml").await,
         "FIRN-RESTORE-FROM",
         "nobody is trusted"
     );
     config.restore.trusted_keys = Some(keys.clone());
-    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-MISSING");
+    assert_eq!(refused(&config, "ml").await, "FIRN-SIGNATURE-MISSING");
     assert_eq!(
-        code(&config, "_signed").await,
+        refused(&config, "_signed").await,
         "FIRN-RESTORE-FROM",
         "no namespace"
     );
     // For all namespaces, made by minisign.
     fs::write(dir.join(names::SIGNATURE), SIGNATURE).unwrap();
     fs::write(dir.join(names::MANIFEST), "{}").unwrap();
-    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-KEY");
+    assert_eq!(refused(&config, "ml").await, "FIRN-SIGNATURE-KEY");
     fs::write(keys.join("a.pub"), KEY).unwrap();
-    assert_eq!(code(&config, "ml").await, "FIRN-SIGNATURE-BAD");
+    assert_eq!(refused(&config, "ml").await, "FIRN-SIGNATURE-BAD");
     fs::write(dir.join(names::MANIFEST), r#"{"format":"firn-checkpoint"}"#).unwrap();
-    assert_eq!(code(&config, "ml").await, "");
+    assert_eq!(image_of(&config, "warm", "ml").await.unwrap(), dir);
     // What the operator has put into the namespace's directory comes first, signed or not.
     let own = root.path().join("ml/warm");
-    fs::create_dir_all(&own).unwrap();
-    fs::write(own.join(INVENTORY), "").unwrap();
+    make_image(&own);
     fs::remove_dir_all(&keys).unwrap();
-    assert_eq!(code(&config, "ml").await, "");
-    assert_eq!(code(&config, "other").await, "FIRN-SIGNATURE-KEY");
+    assert_eq!(image_of(&config, "warm", "ml").await.unwrap(), own);
+    assert_eq!(refused(&config, "other").await, "FIRN-SIGNATURE-KEY");
+}
+
+#[tokio::test]
+async fn names_in_the_store_are_for_nobody_unless_the_operator_permits_them() {
+    let store = tempfile::tempdir().unwrap();
+    let dir = store.path().join("named/ml/warm");
+    make_image(&dir);
+    let mut config = Config::default();
+    config.images.store = Some(store.path().to_owned());
+    let refused = Err("FIRN-RESTORE-FROM".to_owned());
+    assert_eq!(image_of(&config, "store:warm", "ml").await, refused);
+    config.restore.from_store = true;
+    assert_eq!(image_of(&config, "store:warm", "ml").await.unwrap(), dir);
+    assert_eq!(image_of(&config, "store:warm", "other").await, refused);
+    assert_eq!(
+        image_of(&config, "warm", "ml").await,
+        refused,
+        "it is no directory's"
+    );
+    config.images.store = None;
+    assert_eq!(image_of(&config, "store:warm", "ml").await, refused);
 }
 
 const KEY: &str = "untrusted comment: minisign public key C85A529F2964E719
@@ -176,7 +212,10 @@ gNbnqQRz3VD46N9xwFYzV7Uq6RwCxj37WvXSS9+xVX2koS0exCh4UziAWCaI0OVRmC7DKMUsrw3f3Bnj
 
 fn found(wish: &Wish, config: &Config) -> Result<Named, NameError> {
     match &wish.source {
-        Source::Directory(name) => in_directories(name, &wish.namespace, config).map(|(named, _)| named),
+        Source::Directory(name) => {
+            let from = config.restore.from_dir.clone();
+            in_directories(name, &wish.namespace, from, false).map(|(named, _)| named)
+        }
         source => panic!("{source:?}"),
     }
 }
