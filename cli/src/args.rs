@@ -26,6 +26,7 @@ pub enum Command {
     Audit(AuditArgs),
     Checkpoint(CheckpointArgs),
     Restore(RestoreArgs),
+    Sign(SignArgs),
     Resume(ResumeArgs),
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
@@ -42,6 +43,30 @@ pub enum Command {
     Cdi(CdiCommand),
     #[command(subcommand)]
     Store(StoreCommand),
+}
+
+/// Sign a checkpoint: pods of these namespaces may then be restored from it by annotation, on nodes that
+/// trust the key.
+///
+/// DIR is a CRIU image directory, or the directory of an unpacked Kubernetes checkpoint, whose written files
+/// are signed too. Writes `firn.json.minisig` next to `firn.json`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXIT_STATUS)]
+pub struct SignArgs {
+    /// The checkpoint.
+    pub dir: PathBuf,
+    /// A secret key without a password (`minisign -G -W`).
+    #[arg(long, value_name = "FILE", required_unless_present = "print_comment")]
+    pub key: Option<PathBuf>,
+    /// A namespace of Kubernetes; may be given several times.
+    #[arg(long, value_name = "NS", required_unless_present = "all_namespaces")]
+    pub namespace: Vec<String>,
+    /// Permit pods of all namespaces.
+    #[arg(long, conflicts_with = "namespace")]
+    pub all_namespaces: bool,
+    /// Sign nothing: print the trusted comment for `minisign -S -t COMMENT -m DIR/firn.json`.
+    #[arg(long, conflicts_with = "key")]
+    pub print_comment: bool,
 }
 
 /// Show what a checkpoint holds and whether its files are complete.

@@ -1,9 +1,10 @@
 //! An image directory: whether it is complete, and what it holds.
 
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use firn_config::names;
 use firn_image::manifest::{ImageFile, Manifest, ManifestError, UntrustedDir, describe_images};
 
 use firn_host::ProblemReport;
@@ -61,4 +62,16 @@ fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
         read.is_ok() && DRIVER.iter().any(has)
     };
     images.iter().filter(|image| is_list(&image.name)).any(names)
+}
+
+/// The image directory, and the archive next to it. DIR may be either.
+pub fn parts(dir: &Path) -> (PathBuf, Option<PathBuf>) {
+    let image = dir.join(names::ARCHIVE_IMAGE);
+    match image.join(names::MANIFEST).exists() {
+        true => (
+            image,
+            Some(dir.join(names::ARCHIVE_LAYER)).filter(|layer| layer.exists()),
+        ),
+        false => (dir.to_owned(), None),
+    }
 }

@@ -24,6 +24,7 @@ mod plan;
 mod pod;
 mod program;
 mod restore;
+mod sign;
 mod status;
 mod store;
 mod text;
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
             Ok(Verdict::Suspected) => return ExitCode::from(SUSPECTED),
             verdict => verdict.map(|verdict| verdict == Verdict::Can),
         },
+        Command::Sign(args) => sign::run(&args),
         Command::Restore(args) => restore::run(&args),
         Command::Resume(args) => moves::resume(&args),
         Command::Checkpoint(args) => pod::run(&args),

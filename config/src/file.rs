@@ -153,6 +153,17 @@ sections! {
         /// Where the checkpoints are that pods may name: a directory for each namespace of Kubernetes that
         /// may. Default: none may.
         pub from_dir: Option<PathBuf> = None,
+        /// Whether pods may name checkpoints in the node's store that have a name for their namespace.
+        pub from_store: bool = false,
+        /// Images in containerd's store that pods may name, `NAMESPACE=IMAGE`; a `*` at the end of the image
+        /// stands for any text, as a namespace for any whose pods the image's signature permits. Default:
+        /// none.
+        pub from_images: Vec<String> = Vec::new(),
+        /// The directory with the keys of those who may sign checkpoints for namespaces, `NAME.pub`. Default:
+        /// nobody may.
+        pub trusted_keys: Option<PathBuf> = None,
+        /// The most bytes that such an image may have when it is unpacked. Default: half of what is free.
+        pub image_cap: Option<u64> = None,
     }
 
     /// `[images]`

@@ -38,7 +38,8 @@ pub const ARCHIVE_IMAGE: &str = "checkpoint";
 pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
 
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
-/// `CONTAINER=NAME,...` for some of its containers.
+/// `CONTAINER=NAME,...` for some of its containers. A name may be `image:IMAGE` or
+/// `store:NAME`.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
 
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
@@ -160,6 +161,10 @@ pub const CRIU_UNIX_SOCKETS: &str = "firn-unix-sockets";
 /// image directory.
 pub const BUNDLE_RESTORED_FROM: &str = "firn-restored-from";
 
+/// Directory in the bundle for the checkpoint of such a container that is an image in containerd's store. It
+/// is in containerd's directory for what belongs to a task, which is on disk and removed with the bundle.
+pub const BUNDLE_UNPACKED: &str = "work/firn-checkpoint";
+
 /// Link to firn-hook, in the bundle, that CRIU is given as a script of a restore.
 pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";
 
@@ -205,6 +210,16 @@ pub const CONTAINERD_CHECKPOINT: &str = "ctrd-checkpoint";
 
 /// The checkpoint manifest, in the CRIU image directory.
 pub const MANIFEST: &str = "firn.json";
+
+/// The signature of the manifest, next to it.
+pub const SIGNATURE: &str = "firn.json.minisig";
+
+/// Directory of a store for checkpoints with a name: `NAMESPACE/NAME`, as below `[restore] from-dir`.
+pub const STORE_NAMED: &str = "named";
+
+/// Directory below `[restore] from-dir` for checkpoints that their signature permits. No namespace has such a
+/// name.
+pub const SIGNED_DIR: &str = "_signed";
 
 /// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";

@@ -13,6 +13,7 @@ macro_rules! report {
 }
 
 mod call;
+mod checkpoint_image;
 mod convert;
 mod image;
 mod killed_criu;
@@ -72,6 +73,9 @@ run by the shim; results are JSON on standard output:
   apply-layer ROOT ARCHIVE
                      unpacks the files that a container had written; prints how
                      many device nodes were left out
+  unpack-image STORE DIGEST DIR CAP
+                     unpacks a checkpoint that is an image in containerd's content
+                     store into a new directory, at most so many bytes
   keep-layer BUNDLE ARCHIVE
                      archives the files that the container has written
   check-image BUNDLE IMAGE
@@ -129,6 +133,9 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
         ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)).and_then(answer),
+        ["unpack-image", store, digest, dir, cap] => {
+            checkpoint_image::unpack(Path::new(store), digest, Path::new(dir), cap)
+        }
         ["keep-layer", bundle, archive] => layer::keep(Path::new(bundle), Path::new(archive)),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),

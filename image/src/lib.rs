@@ -16,5 +16,6 @@ pub mod fixtures;
 pub mod fuzz;
 pub mod manifest;
 pub mod memory;
+pub mod signature;
 pub mod store;
 pub mod threads;

@@ -21,6 +21,7 @@ use crate::options::unknown_string;
 use http2::Call;
 
 pub(crate) mod http2;
+pub(crate) mod images;
 
 /// How long the daemon may take to answer. It answers in a millisecond or two; a shim that gave up too early
 /// works as well, with one more `start` per container of a pod.

@@ -21,7 +21,7 @@ use crate::gpu_request;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
-use crate::restore::{self, Preparation, Refusal, RestoreError, Wish};
+use crate::restore::{self, ImageStore, Named, Node, Preparation, Refusal, RestoreError, Wish};
 use crate::runc::Runc;
 use crate::warn::OrWarn;
 
@@ -38,6 +38,8 @@ pub struct Request<'a> {
     pub reaper: &'a Reaper,
     /// The container's labels, which clients copy from its image. Awaited only if hooks may be called.
     pub labels: Pin<Box<dyn Future<Output = BTreeMap<String, String>> + Send + 'a>>,
+    /// Where checkpoints are that pods name as images.
+    pub images: &'a dyn ImageStore,
     /// Cancelled when the client no longer wants the container.
     pub cancel: &'a CancellationToken,
 }
@@ -97,15 +99,10 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let Some(wish) = wish else {
         return attempt.prepare(given, &mut labels, None, false).await;
     };
-    let restored = async {
-        let config = Config::load().map_err(|cause| refused(bundle, cause))?;
-        let found = wish.find(&config, request.cancel).await;
-        let named = found.map_err(|cause| refused(bundle, cause))?;
-        let image = Some(&*named.image);
-        let prepared = attempt.prepare(given.clone(), &mut labels, image, true).await?;
-        Ok((prepared, named))
-    };
-    let (prepared, named) = match restored.await {
+    let restored = attempt
+        .restore_named(&wish, &given, &mut labels, request.images)
+        .await;
+    let (prepared, named) = match restored {
         Ok(restored) => restored,
         Err(error) if wish.falls_back && !request.cancel.is_cancelled() => {
             log::warn!(
@@ -166,6 +163,36 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
+    /// Prepares the restore that a pod has named. After an error nothing is left of an unpacked image.
+    async fn restore_named(
+        &self,
+        wish: &Wish,
+        given: &Spec,
+        labels: &mut Labels<'_>,
+        images: &dyn ImageStore,
+    ) -> Result<(PreparedBundle, Named), PrepareError> {
+        let restored = async {
+            let config = Config::load().map_err(|cause| refused(self.bundle, cause))?;
+            let node = Node {
+                config: &config,
+                bundle: self.bundle,
+                images,
+                reaper: self.reaper,
+                cancel: self.cancel,
+            };
+            let named = wish.find(node).await;
+            let named = named.map_err(|cause| refused(self.bundle, cause))?;
+            let image = Some(&*named.image);
+            let prepared = self.prepare(given.clone(), labels, image, true).await?;
+            Ok((prepared, named))
+        };
+        let restored = restored.await;
+        if restored.is_err() {
+            restore::remove_unpacked(self.bundle).await;
+        }
+        restored
+    }
+
     async fn prepare(
         &self,
         spec: Spec,

@@ -168,7 +168,7 @@ impl Pod {
     /// Whether one of its containers would be restored from the checkpoint of this name.
     fn takes(&self, name: &str) -> bool {
         let mut containers = self.spec.containers.iter();
-        containers.any(|one| name_for(self.restore_from(), &one.name) == Ok(Some(name)))
+        containers.any(|one| matches!(name_for(self.restore_from(), &one.name), Ok(Some(its)) if its == name))
     }
 
     /// Whether it is the pod that has taken over this job, by now.
@@ -229,11 +229,11 @@ fn job(pod: &Pod, pods: &[Pod]) -> Job {
         match name_for(pod.restore_from(), container) {
             Ok(Some(name)) if !parts.iter().any(|part| part.checkpoint == name) => parts.push(Part {
                 container: container.to_owned(),
-                checkpoint: name.to_owned(),
+                checkpoint: name,
             }),
             Ok(Some(name)) => obstacles.push(format!("two of its containers have the checkpoint {name}")),
             _ => obstacles.push(format!(
-                "annotation {} names no checkpoint for container {container}",
+                "annotation {} names no checkpoint for container {container} in a directory",
                 names::ANNOTATION_RESTORE_FROM
             )),
         }

@@ -18,6 +18,7 @@ pub enum StoreCommand {
     Pull(PullArgs),
     Export(ExportArgs),
     Import(ImportArgs),
+    Name(NameArgs),
     Pin(PinArgs),
     Unpin(PinArgs),
 }
@@ -171,6 +172,21 @@ pub struct ImportArgs {
     pub dir: PathBuf,
     /// Where the copy is written: a directory that is empty or not there yet.
     pub out: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Put a copy of an image directory into the store, under a name that pods of a namespace may use.
+///
+/// Pods are restored from it by the annotation `firn.dev/restore-from: store:NAME`, where `[restore]
+/// from-store` permits that. With the namespace `_signed`, the checkpoint's signature names the namespaces.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 it is there, 1 it failed, and nothing is left of it, 2 wrong usage.")]
+pub struct NameArgs {
+    /// The image directory of the checkpoint, or the directory of an unpacked Kubernetes checkpoint.
+    pub dir: PathBuf,
+    /// NAMESPACE/NAME.
+    pub name: String,
     #[command(flatten)]
     pub common: Common,
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use firn_config::Config;
+use firn_config::{Config, names};
 use firn_host::ProblemReport;
 use firn_host::mountinfo::{MountEntry, mounted};
 use firn_image::store::{Digest, Index, Store, StoreError};
@@ -44,7 +44,7 @@ pub fn run(args: &GcArgs) -> Result<bool> {
     // Order matters: what appears while containerd is asked is not among these, and stays.
     let known = shown(store.images())?;
     // Without the lock: image directories may be on file systems that hang.
-    let reasons = Facts::find(args)?.reasons(&store, known, args)?;
+    let reasons = Facts::find(&store, args)?.reasons(&store, known, args)?;
     let plan = match args.dry_run {
         true => Plan::make(&store, &reasons)?,
         false => {
@@ -69,7 +69,7 @@ pub fn run(args: &GcArgs) -> Result<bool> {
 }
 
 impl Facts {
-    fn find(args: &GcArgs) -> Result<Self> {
+    fn find(store: &Store, args: &GcArgs) -> Result<Self> {
         let containerd = match args.no_containerd {
             true => BTreeMap::new(),
             false => {
@@ -81,7 +81,8 @@ impl Facts {
             std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
         let config = Config::load().map_err(ProblemReport::from)?;
         let mut directories = leftovers::directories(&config);
-        if let Some(from) = &config.restore.from_dir {
+        let in_store = store.root().join(names::STORE_NAMED);
+        for from in config.restore.from_dir.iter().chain([&in_store]) {
             let named = keep::named_directories(from);
             directories.extend(named.with_context(|| {
                 format!(

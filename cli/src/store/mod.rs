@@ -7,6 +7,7 @@ mod export;
 mod gc;
 mod keep;
 mod ls;
+mod name;
 mod origin;
 mod progress;
 mod transfer;
@@ -66,6 +67,7 @@ pub fn run(command: &StoreCommand) -> Result<bool> {
         StoreCommand::Pull(args) => transfer::pull(args),
         StoreCommand::Export(args) => export::run(args),
         StoreCommand::Import(args) => export::import(args),
+        StoreCommand::Name(args) => name::run(args),
         StoreCommand::Pin(args) => pin(args, true),
         StoreCommand::Unpin(args) => pin(args, false),
     }

@@ -12,6 +12,7 @@ use protobuf::MessageField;
 
 use super::state::pid_field;
 use super::{Service, Slot, TaskError, exit};
+use crate::daemon::images::Images;
 use crate::{daemon, mounts};
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
@@ -119,6 +120,10 @@ async fn build_mounted(
         "" => named.as_deref(),
         unpacked => Some(Path::new(unpacked)),
     };
+    let images = Images {
+        address: &service.address,
+        namespace: &service.namespace,
+    };
     let prepared = preparation::prepare(preparation::Request {
         id: &request.id,
         namespace: &service.namespace,
@@ -127,6 +132,7 @@ async fn build_mounted(
         image: checkpoint,
         reaper: &service.reaper,
         labels: Box::pin(daemon::labels(&service.address, &service.namespace, &request.id)),
+        images: &images,
         cancel,
     })
     .await?;

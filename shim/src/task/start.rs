@@ -100,6 +100,8 @@ async fn restore_init(
                 Ok(()) => {
                     point("restore-committed").await;
                     restored.commit().await;
+                    // Nothing reads the image any more.
+                    restore::remove_unpacked(&container.bundle).await;
                     exit::watch_oom(service, container);
                     exit::claim(service, expectation, container, &container.init);
                     return Ok(());

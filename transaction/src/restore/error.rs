@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::checkpoint::{FailureKind, line, quoted};
 use firn_host::{Chain, Problem, ProblemReport};
 use firn_image::manifest::{ImageError, ManifestError};
+use firn_image::signature::SignatureError;
 use firn_oci::dev_repair::DevError;
 
 use super::compare::Differs;
@@ -43,6 +44,8 @@ pub enum Refusal {
     Cri,
     #[error(transparent)]
     Named(#[from] NameError),
+    #[error(transparent)]
+    Signature(#[from] SignatureError),
     #[error("cannot unpack {layer}, the files that the container had written: {output}")]
     #[problem(
         "FIRN-RESTORE-FROM",

@@ -29,8 +29,8 @@ mod testing;
 
 pub(crate) use error::Refusal;
 pub use error::RestoreError;
-pub(crate) use named::Wish;
-pub use named::name_for;
+pub use named::{FoundImage, ImageStore, is_name, name_for, remove_unpacked};
+pub(crate) use named::{Named, Node, Wish};
 pub use prepare::{Preparation, in_use};
 pub use rollback::LOG;
 pub use run::{Restored, run};

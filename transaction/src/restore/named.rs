@@ -1,17 +1,23 @@
 //! The checkpoint that a pod's annotations name for one of its containers.
 //!
 //! Whoever may create a pod in a namespace may restore what the operator has put into that namespace's
-//! directory, and nothing else: a checkpoint holds all that its processes knew. The directory of a name is
-//! an image directory, or an archive of the kubelet that was unpacked there: the image in `checkpoint`, and
-//! next to it what the container had written.
+//! directory, or has allowed it of containerd's images, and nothing else: a checkpoint holds all that its
+//! processes knew. The directory of a name is an image directory, or an archive of the kubelet that was
+//! unpacked there: the image in `checkpoint`, and next to it what the container had written. An image of
+//! containerd's is unpacked in this way, into a directory that goes with the container's bundle.
+
+mod image;
+mod source;
 
 use std::fs::{self, Metadata};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::AtomicBool;
 
 use firn_config::{Config, find_program, names};
 use firn_host::{Absent, Problem};
+use firn_image::signature;
 use firn_oci::Spec;
 
 use super::compare;
@@ -22,12 +28,18 @@ use crate::cancel::CancellationToken;
 use crate::reaper::Reaper;
 use crate::warn::OrWarn;
 
+use image::Permit;
+pub use image::{FoundImage, ImageStore, remove_unpacked};
+pub use source::{Source, is_name, name_for};
+
 /// Every image of CRIU has this file.
 const INVENTORY: &str = "inventory.img";
 
 /// A checkpoint that a container is restored from because its pod names it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Named {
+    /// Where it comes from, for the log: empty where that is the image directory.
+    pub origin: String,
     /// The image directory.
     pub image: PathBuf,
     /// The layer with the files that the container had written.
@@ -42,7 +54,11 @@ impl Named {
             self.image.as_os_str().as_bytes(),
         );
         let _noted = noted.or_warn(format_args!("container {id}: cannot note its checkpoint"));
-        log::info!("container {id} is restored from {}", self.image.display());
+        let image = self.image.display();
+        match &*self.origin {
+            "" => log::info!("container {id} is restored from {image}"),
+            origin => log::info!("container {id} is restored from {origin}"),
+        }
     }
 
     /// Unpacks the files that the container had written into the root file system in this bundle, unless the
@@ -83,7 +99,8 @@ pub enum NameError {
     #[error("annotation {key} is {value:?}")]
     #[problem(
         "FIRN-RESTORE-FROM",
-        "restore-from is NAME or CONTAINER=NAME,..., restore-fallback cold, restore-restarts again or cold"
+        "restore-from is NAME or CONTAINER=NAME,..., where a NAME is that of a directory, image:IMAGE or \
+         store:NAME; restore-fallback is cold, restore-restarts again or cold"
     )]
     Value { key: &'static str, value: String },
     #[error(
@@ -92,7 +109,7 @@ pub enum NameError {
     #[problem(
         "FIRN-RESTORE-FROM",
         "the operator allows it by from-dir under [restore] in the configuration, and a directory with the \
-         namespace's name in it"
+         namespace's name in it; a name in the store by from-store there, and `firn store name`"
     )]
     NotAllowed { name: String, namespace: String },
     #[error("this node has no checkpoint {path}")]
@@ -101,6 +118,31 @@ pub enum NameError {
         "put it there: an image directory, or an archive of the kubelet, unpacked"
     )]
     Absent { path: PathBuf },
+    #[error("the pod names image {image:?}, and no pod of namespace {namespace:?} may be restored from it")]
+    #[problem(
+        "FIRN-RESTORE-FROM",
+        "the operator allows it by from-images under [restore] in the configuration"
+    )]
+    ImageNotAllowed { image: String, namespace: String },
+    #[error("checkpoint {dir} has to be signed for namespace {namespace:?}, and nobody may sign")]
+    #[problem(
+        "FIRN-SIGNATURE-KEY",
+        "trusted-keys under [restore] in the configuration names the directory with the keys of those who may"
+    )]
+    NoKeys { dir: PathBuf, namespace: String },
+    #[error("containerd cannot give image {image:?}: {reason}")]
+    #[problem(
+        "FIRN-RESTORE-FROM",
+        "pull it on this node into containerd's namespace of the pod, by the name that the annotation has"
+    )]
+    NoImage { image: String, reason: String },
+    #[error("cannot unpack image {image:?}: {output}")]
+    #[problem(
+        "FIRN-IMAGE-UNPACK",
+        "see that it is a checkpoint, pull it again if it is damaged, and that the disk has room for it: \
+         image-cap under [restore] limits it"
+    )]
+    Unpack { image: String, output: String },
     #[error("cannot look for checkpoint {path}: {reason}")]
     #[problem("FIRN-RESTORE-FROM", "see that the directory can be read")]
     Unreadable { path: PathBuf, reason: String },
@@ -109,7 +151,7 @@ pub enum NameError {
 /// The wishes of a pod for a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wish {
-    name: String,
+    source: Source,
     namespace: String,
     /// Whether the container starts without its checkpoint if that cannot be restored.
     pub falls_back: bool,
@@ -134,7 +176,7 @@ impl Wish {
         let is_restart = spec
             .annotation(names::ANNOTATION_RESTARTS)
             .is_some_and(|count| count != "0");
-        let Some(name) = name_for(value, container)? else {
+        let Some(source) = Source::of(value, container)? else {
             return Ok(None);
         };
         if is_restart && restarts_cold {
@@ -145,7 +187,7 @@ impl Wish {
         }
         let namespace = spec.annotation(names::ANNOTATION_CRI_NAMESPACE);
         Ok(Some(Self {
-            name: name.to_owned(),
+            source,
             namespace: namespace.unwrap_or_default().to_owned(),
             falls_back,
         }))
@@ -153,47 +195,115 @@ impl Wish {
 
     /// The checkpoint, on this node. Does not wait for a file system that hangs, nor once the client no
     /// longer waits for the container.
-    pub async fn find(&self, config: &Config, cancel: &CancellationToken) -> Result<Named, Refusal> {
-        let (wish, config, limit) = (self.clone(), config.clone(), config.deadlines.look);
-        let found = stoppable(limit, cancel, move |_| wish.find_now(&config)).await;
+    pub async fn find(&self, node: Node<'_>) -> Result<Named, Refusal> {
+        let restore = &node.config.restore;
+        let (name, from) = match &self.source {
+            Source::Directory(name) => (name.clone(), restore.from_dir.clone()),
+            Source::Store(name) => {
+                let store = node.config.images.store.as_ref().filter(|_| restore.from_store);
+                (name.clone(), store.map(|store| store.join(names::STORE_NAMED)))
+            }
+            Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
+        };
+        let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
+        let found = node.look(move || in_directories(&name, &namespace, from, by_signature));
+        match found.await? {
+            (named, Permit::Namespace) => Ok(named),
+            (named, Permit::Signature) => node.signed(named, &self.namespace).await,
+        }
+    }
+}
+
+/// Where a checkpoint is looked for.
+#[derive(Clone, Copy)]
+pub struct Node<'a> {
+    pub config: &'a Config,
+    pub bundle: &'a Path,
+    pub images: &'a dyn ImageStore,
+    pub reaper: &'a Reaper,
+    pub cancel: &'a CancellationToken,
+}
+
+impl Node<'_> {
+    async fn look<T: Send + 'static>(
+        self,
+        look: impl FnOnce() -> Result<T, NameError> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let limit = self.config.deadlines.look;
+        let found = stoppable(limit, self.cancel, |_| look()).await;
         Ok(found.map_err(|left| left_image(left, limit))??)
     }
 
-    fn find_now(&self, config: &Config) -> Result<Named, NameError> {
-        let not_allowed = || NameError::NotAllowed {
-            name: self.name.clone(),
-            namespace: self.namespace.clone(),
+    /// The checkpoint, if it is signed for the namespace by who may.
+    async fn signed(self, named: Named, namespace: &str) -> Result<Named, Refusal> {
+        let Some(keys) = self.config.restore.trusted_keys.clone() else {
+            let (dir, namespace) = (named.image, namespace.to_owned());
+            return Err(NameError::NoKeys { dir, namespace }.into());
         };
-        let from = config.restore.from_dir.as_deref().ok_or_else(not_allowed)?;
-        if !is_name(&self.namespace) {
-            return Err(not_allowed());
-        }
-        let dir = from.join(&self.namespace);
-        if look(&dir)?.is_none() {
-            return Err(not_allowed());
+        let (limit, namespace) = (self.config.deadlines.verify, namespace.to_owned());
+        let (image, layer) = (named.image.clone(), named.layer.clone());
+        let check =
+            move |stop: &AtomicBool| signature::check(&image, layer.as_deref(), &namespace, &keys, stop);
+        let checked = stoppable(limit, self.cancel, check).await;
+        checked.map_err(|left| left_image(left, limit))??;
+        Ok(named)
+    }
+}
+
+/// The checkpoint that the operator has put into the directory of the namespace, or into that of signed ones.
+fn in_directories(
+    name: &str,
+    namespace: &str,
+    from: Option<PathBuf>,
+    by_signature: bool,
+) -> Result<(Named, Permit), NameError> {
+    let not_allowed = || NameError::NotAllowed {
+        name: name.to_owned(),
+        namespace: namespace.to_owned(),
+    };
+    let from = from.ok_or_else(not_allowed)?;
+    if !is_name(namespace) || namespace == names::SIGNED_DIR {
+        return Err(not_allowed());
+    }
+    let places = [
+        (from.join(namespace), Permit::Namespace),
+        (from.join(names::SIGNED_DIR), Permit::Signature),
+    ];
+    let mut absent = None;
+    for (dir, permit) in places {
+        if (permit == Permit::Signature && !by_signature) || look(&dir)?.is_none() {
+            continue;
         }
         // A name may be a link: the operator made it. What is in the directory may come from an archive.
-        let path = dir.join(&self.name);
-        if look(&path.join(INVENTORY))?.is_some_and(|found| found.is_file()) {
-            return Ok(Named {
-                image: path,
-                layer: None,
-            });
+        match in_directory(dir.join(name), String::new()) {
+            Err(NameError::Absent { path }) => drop(absent.get_or_insert(path)),
+            found => return Ok((found?, permit)),
         }
-        let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
-        if !look(&image)?.is_some_and(|found| found.is_dir()) {
-            return Err(NameError::Absent { path });
-        }
-        let layer = match look(&layer)? {
-            None => None,
-            Some(found) if found.is_file() => Some(layer),
-            Some(_) => {
-                let reason = "it is no regular file".to_owned();
-                return Err(NameError::Unreadable { path: layer, reason });
-            }
-        };
-        Ok(Named { image, layer })
     }
+    Err(absent.map_or_else(not_allowed, |path| NameError::Absent { path }))
+}
+
+fn in_directory(path: PathBuf, origin: String) -> Result<Named, NameError> {
+    if look(&path.join(INVENTORY))?.is_some_and(|found| found.is_file()) {
+        return Ok(Named {
+            origin,
+            image: path,
+            layer: None,
+        });
+    }
+    let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
+    if !look(&image)?.is_some_and(|found| found.is_dir()) {
+        return Err(NameError::Absent { path });
+    }
+    let layer = match look(&layer)? {
+        None => None,
+        Some(found) if found.is_file() => Some(layer),
+        Some(_) => {
+            let reason = "it is no regular file".to_owned();
+            return Err(NameError::Unreadable { path: layer, reason });
+        }
+    };
+    Ok(Named { origin, image, layer })
 }
 
 /// What is there itself, also if it is a link.
@@ -208,36 +318,6 @@ fn look(path: &Path) -> Result<Option<Metadata>, NameError> {
     }
 }
 
-/// The name that the annotation `NAME` or `CONTAINER=NAME,...` has for a container. It can be the name of a
-/// file in a directory.
-pub fn name_for<'a>(value: &'a str, container: &str) -> Result<Option<&'a str>, NameError> {
-    let wrong = || NameError::Value {
-        key: names::ANNOTATION_RESTORE_FROM,
-        value: value.to_owned(),
-    };
-    let mut found = None;
-    for part in value.split(',').map(str::trim) {
-        let (of, name) = match part.split_once('=') {
-            Some((of, name)) => (of, name),
-            None if value == part => (container, part),
-            None => return Err(wrong()),
-        };
-        if !is_name(name) || !is_name(of) {
-            return Err(wrong());
-        }
-        if of == container && found.replace(name).is_some() {
-            return Err(wrong());
-        }
-    }
-    Ok(found)
-}
-
-/// Whether it can be the name of a file, and of nothing else.
-fn is_name(text: &str) -> bool {
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    !text.is_empty() && text.len() < 256 && !text.starts_with('.') && text.bytes().all(is_allowed)
-}
-
 fn one_of<'a>(spec: &'a Spec, key: &'static str, allowed: &[&str]) -> Result<Option<&'a str>, NameError> {
     match spec.annotation(key) {
         Some(value) if !allowed.contains(&value) => Err(NameError::Value {
@@ -249,143 +329,4 @@ fn one_of<'a>(spec: &'a Spec, key: &'static str, allowed: &[&str]) -> Result<Opt
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-    use std::os::unix::fs::symlink;
-
-    use serde_json::{Value, json};
-
-    use super::*;
-
-    fn spec(more: &[(&str, &str)]) -> Spec {
-        let mut annotations = json!({
-            "io.kubernetes.cri.container-type": "container",
-            "io.kubernetes.cri.container-name": "server",
-            "io.kubernetes.cri.sandbox-namespace": "ml",
-        });
-        for (key, value) in more {
-            annotations[*key] = Value::from(*value);
-        }
-        Spec::from(json!({ "annotations": annotations }))
-    }
-
-    fn name(value: &str) -> Result<Option<String>, NameError> {
-        Wish::of(&spec(&[("firn.dev/restore-from", value)])).map(|wish| wish.map(|wish| wish.name))
-    }
-
-    #[test]
-    fn a_name_is_for_all_containers_or_for_one() {
-        assert_eq!(Wish::of(&spec(&[])), Ok(None));
-        assert_eq!(name("warm-1"), Ok(Some("warm-1".into())));
-        assert_eq!(name("proxy=a, server=b"), Ok(Some("b".into())));
-        assert_eq!(name("proxy=a"), Ok(None));
-        for wrong in [
-            "",
-            "..",
-            "a/b",
-            "../a",
-            "a,b",
-            "server=",
-            "=a",
-            "server=a,server=b",
-            ".hidden",
-            "a b",
-        ] {
-            let error = name(wrong).unwrap_err();
-            assert!(matches!(error, NameError::Value { .. }), "{wrong}: {error}");
-        }
-        let sandbox = [
-            ("firn.dev/restore-from", "a"),
-            ("io.kubernetes.cri.container-type", "sandbox"),
-        ];
-        assert_eq!(Wish::of(&spec(&sandbox)), Ok(None));
-        assert_eq!(
-            Wish::of(&Spec::from(
-                json!({"annotations": {"firn.dev/restore-from": "a"}})
-            )),
-            Ok(None),
-            "no pod's"
-        );
-    }
-
-    #[test]
-    fn restarts_are_restored_again_unless_they_are_to_start_cold() {
-        let restored = |more: &[(&str, &str)]| {
-            let all = [
-                &[
-                    ("firn.dev/restore-from", "a"),
-                    ("io.kubernetes.container.restartCount", "2"),
-                ],
-                more,
-            ];
-            Wish::of(&spec(&all.concat())).map(|wish| wish.is_some())
-        };
-        assert_eq!(restored(&[]), Ok(true));
-        assert_eq!(restored(&[("firn.dev/restore-restarts", "cold")]), Ok(false));
-        assert_eq!(restored(&[("firn.dev/restore-fallback", "cold")]), Ok(false));
-        let again = [
-            ("firn.dev/restore-fallback", "cold"),
-            ("firn.dev/restore-restarts", "again"),
-        ];
-        assert_eq!(restored(&again), Ok(true));
-        assert_eq!(
-            restored(&[
-                ("firn.dev/restore-restarts", "cold"),
-                ("io.kubernetes.container.restartCount", "0")
-            ]),
-            Ok(true)
-        );
-        assert!(restored(&[("firn.dev/restore-fallback", "warm")]).is_err());
-    }
-
-    #[test]
-    fn the_operator_allows_namespaces_by_directories() {
-        let root = tempfile::tempdir().unwrap();
-        let mut config = Config::default();
-        let wish = Wish::of(&spec(&[("firn.dev/restore-from", "warm")]))
-            .unwrap()
-            .unwrap();
-        let refused = |config: &Config| wish.find_now(config).unwrap_err();
-        assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
-        config.restore.from_dir = Some(root.path().to_owned());
-        assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
-        let dir = root.path().join("ml/warm");
-        fs::create_dir(root.path().join("ml")).unwrap();
-        assert_eq!(refused(&config), NameError::Absent { path: dir.clone() });
-        fs::create_dir(&dir).unwrap();
-        let image = dir.join("checkpoint");
-        symlink("/", &image).unwrap();
-        assert_eq!(
-            refused(&config),
-            NameError::Absent { path: dir.clone() },
-            "a link"
-        );
-        fs::remove_file(&image).unwrap();
-        fs::create_dir(&image).unwrap();
-        let named = |layer: Option<&str>| {
-            Ok(Named {
-                image: image.clone(),
-                layer: layer.map(|name| dir.join(name)),
-            })
-        };
-        assert_eq!(wish.find_now(&config), named(None));
-        symlink("/etc/passwd", dir.join(names::ARCHIVE_LAYER)).unwrap();
-        assert!(matches!(refused(&config), NameError::Unreadable { .. }), "a link");
-        fs::remove_file(dir.join(names::ARCHIVE_LAYER)).unwrap();
-        fs::write(dir.join(names::ARCHIVE_LAYER), "").unwrap();
-        assert_eq!(wish.find_now(&config), named(Some(names::ARCHIVE_LAYER)));
-        fs::write(dir.join(INVENTORY), "").unwrap();
-        let whole = Named {
-            image: dir.clone(),
-            layer: None,
-        };
-        assert_eq!(wish.find_now(&config), Ok(whole));
-        // Another namespace's pod names nothing of this one.
-        let other = [
-            ("firn.dev/restore-from", "warm"),
-            ("io.kubernetes.cri.sandbox-namespace", "other"),
-        ];
-        let other = Wish::of(&spec(&other)).unwrap().unwrap().find_now(&config);
-        assert!(matches!(other, Err(NameError::NotAllowed { .. })), "{other:?}");
-    }
-}
+mod tests;

@@ -11,6 +11,7 @@
 mod checkpoints;
 mod client;
 mod hosts;
+mod images;
 mod named;
 mod pods;
 mod resources;
@@ -102,6 +103,7 @@ fn points() -> Vec<Point> {
         resources::POINTS,
         checkpoints::POINTS,
         named::POINTS,
+        images::POINTS,
         together::POINTS,
     ]
     .concat()

@@ -25,6 +25,20 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only(),
     Point::new(
+        "restore by name: a signed checkpoint",
+        "refused: FIRN-SIGNATURE-MISSING; signed for default goes on; refused: FIRN-SIGNATURE-NAMESPACE, \
+         FIRN-SIGNATURE-BAD; cold with fallback: true; refused: FIRN-SIGNATURE-KEY",
+        signed,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by name: a name in the store",
+        "refused: FIRN-RESTORE-FROM, then goes on with the files; taken: FIRN-STORE-NAME; gone: \
+         FIRN-RESTORE-FROM",
+        in_store,
+    )
+    .firn_only(),
+    Point::new(
         "restore by name: a checkpoint that does not fit",
         "refused: FIRN-GPU-COUNT; cold with fallback: true; cut: FIRN-RESTORE-FROM, then cold: true",
         unfit,
@@ -39,10 +53,20 @@ pub const POINTS: &[Point] = &[
 ];
 
 pub const FROM: &str = "/var/lib/firn/named";
+const STORE: &str = "/var/lib/firn/store";
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Of minisign.
+const SECRET_KEY: &str = "untrusted comment: minisign encrypted secret key
+RWQAAEIyAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAGedkKZ9SWsjSn+V8CWy2H8i0bOUrbOoN4ZaN\
+VvbPVRsSD8mw7+V4SPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=
+";
+const PUBLIC_KEY: &str = "untrusted comment: minisign public key C85A529F2964E719
+RWQZ52Qpn1JayPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/
+";
+
 /// A counter that has written two files as well as its log. The larger has more than half of its layer.
-fn counter() -> Value {
+pub fn counter() -> Value {
     let count = format!(
         "echo text >/written; seq 20000 >/larger; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8"
     );
@@ -129,7 +153,7 @@ fn falls_back() -> Value {
 }
 
 /// Starts a container that is refused, and returns the code.
-fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
+pub fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
     let pod = cri.pod_annotated("refused", annotations)?;
     let container = pod.create("c", special)?;
     let output = failure(container.start())?;
@@ -139,7 +163,7 @@ fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String>
 }
 
 /// Whether a container starts without its checkpoint, and without the checkpoint's files.
-fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
+pub fn is_cold(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<bool> {
     let pod = cri.pod_annotated("cold", annotations)?;
     let container = pod.start_with("c", special)?;
     let seen = wait_for("a file of the container", LIMIT, || {
@@ -175,6 +199,94 @@ fn absent(cri: Cri<'_>) -> Result<String> {
         Ok(format!(
             "refused: {}; cold with fallback: {cold}",
             codes.join(", ")
+        ))
+    })
+}
+
+/// The checkpoint is for no namespace but those that its signature names.
+fn signed(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let node = cri.host.node();
+        let before = keep(cri, "warm")?;
+        let dir = format!("{FROM}/_signed/warm");
+        node.run(&[
+            "sh",
+            "-ec",
+            &format!("mkdir -p {FROM}/_signed; mv {FROM}/default/warm {dir}"),
+        ])?;
+        let keys = "/etc/firn/keys";
+        node.write(format!("{keys}/job.pub"), PUBLIC_KEY)?;
+        node.write("/etc/firn/job.key", SECRET_KEY)?;
+        cri.host.configure(&format!(
+            "[restore]\nfrom-dir = \"{FROM}\"\ntrusted-keys = \"{keys}\"\n"
+        ))?;
+        let code = |annotations: &Value| refused(cri, annotations, &on_gpu(1, &cold()));
+        let named = json!({ "firn.dev/restore-from": "c=warm" });
+        let missing = code(&named)?;
+        let sign = |namespace: &str| {
+            let sign = [
+                "firn",
+                "sign",
+                &dir,
+                "--key",
+                "/etc/firn/job.key",
+                "--namespace",
+                namespace,
+            ];
+            node.run(&sign).map(drop)
+        };
+        sign("default")?;
+        let pod = cri.pod_annotated("signed", &named)?;
+        let copy = pod.start_with("c", &on_gpu(1, &cold()))?;
+        computes(&copy, before + 2)?;
+        let text = copy.exec("cat /written")?;
+        ensure!(text.contains("text"), "the written file has {text:?}");
+        pod.remove(&[&copy])?;
+        sign("other")?;
+        let other = code(&named)?;
+        sign("default")?;
+        node.run(&["sh", "-ec", &format!("printf x >>{dir}/rootfs-diff.tar")])?;
+        let bad = code(&named)?;
+        let cold = is_cold(cri, &falls_back(), &on_gpu(1, &cold()))?;
+        node.run(&["rm", &format!("{keys}/job.pub")])?;
+        let unknown = code(&named)?;
+        Ok(format!(
+            "refused: {missing}; signed for default goes on; refused: {other}, {bad}; cold with fallback: \
+             {cold}; refused: {unknown}"
+        ))
+    })
+}
+
+/// `firn store name` puts it there, and `from-store` permits it to pods of the namespace.
+fn in_store(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let node = cri.host.node();
+        let before = keep(cri, "warm")?;
+        let images = format!("[images]\nstore = \"{STORE}\"\n");
+        cri.host.configure(&images)?;
+        let (from, name) = (format!("{FROM}/default/warm"), ["firn", "store", "name"]);
+        node.run(&[&name[..], &[&from, "default/warm"]].concat())?;
+        let taken = failure(
+            node.run(&[&name[..], &[&from, "default/warm"]].concat())
+                .map(drop),
+        )?;
+        ensure!(taken.contains("FIRN-STORE-NAME"), "{taken}");
+        node.run(&["rm", "-r", &from])?;
+        let named = json!({ "firn.dev/restore-from": "c=store:warm" });
+        let code = || refused(cri, &named, &on_gpu(1, &cold()));
+        let off = code()?;
+        cri.host
+            .configure(&format!("{images}[restore]\nfrom-store = true\n"))?;
+        let pod = cri.pod_annotated("stored", &named)?;
+        let copy = pod.start_with("c", &on_gpu(1, &cold()))?;
+        computes(&copy, before + 2)?;
+        let text = copy.exec("cat /written")?;
+        ensure!(text.contains("text"), "the written file has {text:?}");
+        pod.remove(&[&copy])?;
+        node.run(&["rm", "-r", STORE])?;
+        let gone = code()?;
+        Ok(format!(
+            "refused: {off}, then goes on with the files; taken: FIRN-STORE-NAME; gone: {gone}"
         ))
     })
 }

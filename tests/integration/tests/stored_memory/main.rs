@@ -5,6 +5,7 @@ mod copies;
 mod delta;
 mod encrypted;
 mod events;
+mod named;
 mod progress;
 mod rescued;
 mod together;
@@ -22,6 +23,7 @@ use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_
 use delta::a_second_checkpoint_writes_what_has_changed;
 use encrypted::an_encrypted_store_needs_its_key;
 use events::containerd_shows_the_phases;
+use named::gc_keeps_the_memory_of_a_named_checkpoint;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use rescued::gc_keeps_the_memory_of_a_rescued_image;
 use together::two_checkpoints_and_gc_share_a_store;
@@ -343,5 +345,6 @@ fn main() -> ExitCode {
         a_store_that_is_not_mounted_is_not_made_again [FORKY];
         an_encrypted_store_needs_its_key [FORKY];
         gc_keeps_the_memory_of_a_rescued_image [FORKY, TRIXIE];
+        gc_keeps_the_memory_of_a_named_checkpoint [FORKY, TRIXIE];
     })
 }

@@ -1,0 +1,234 @@
+//! A checkpoint that is an image in containerd's content store, unpacked as an archive of the kubelet is.
+//!
+//! It is hostile: whoever pushes to a registry has made it. Every blob is compared with its digest. Nothing
+//! but regular files is written, by names directly in two places, into a directory that is made for it; the
+//! sum of their sizes has a limit. This process gives up its rights first, and the files of the host.
+//!
+//! | who made it | what it is |
+//! |---|---|
+//! | `ctr containers checkpoint` | an index that has CRIU's files and the written layer as blobs |
+//! | buildah, of the kubelet's archive | a manifest with an annotation, and the archive as its only layer |
+
+mod blobs;
+
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chroot};
+use std::path::{Component, Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use firn_config::names;
+use flate2::bufread::MultiGzDecoder;
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::statvfs::statvfs;
+use serde::Deserialize;
+use tar::Archive;
+
+use crate::rights;
+use blobs::{Blob, Descriptor, Store};
+
+/// containerd's media type of the archive of an image directory.
+const CRIU: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+/// Media types of written layers, as containerd makes them.
+const LAYERS: [&str; 2] = [
+    "application/vnd.oci.image.layer.v1.tar+gzip",
+    "application/vnd.oci.image.layer.v1.tar",
+];
+/// Annotations of an image that is an archive of the kubelet: containerd's and CRI-O's.
+const OF_ARCHIVES: [&str; 2] = [
+    "org.criu.checkpoint.container.name",
+    "io.kubernetes.cri-o.annotations.checkpoint.name",
+];
+/// Largest index or manifest that is read, as containerd limits it.
+const MAX_LIST: u64 = 8 << 20;
+/// The archive's headers may request any amount of memory.
+const MEMORY: u64 = 1 << 30;
+/// What an entry of an archive costs in addition to its bytes.
+const ENTRY: u64 = 4096;
+
+/// An index or a manifest of OCI.
+#[derive(Default, Deserialize)]
+struct List {
+    #[serde(default)]
+    manifests: Vec<Descriptor>,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+    #[serde(default)]
+    annotations: BTreeMap<String, String>,
+}
+
+/// The blobs of a checkpoint.
+#[derive(Debug, PartialEq)]
+enum Parts {
+    /// CRIU's files, and what the container had written.
+    Apart(Descriptor, Option<Descriptor>),
+    /// Both in one archive.
+    Archive(Descriptor),
+}
+
+/// Unpacks the image into a directory that this makes. With `cap` 0 it may take half of what is free.
+pub fn unpack(store: &Path, digest: &str, dir: &Path, cap: &str) -> Result<()> {
+    let store = Store::new(store);
+    let parts = parts(&store, digest)?;
+    let made = DirBuilder::new().mode(0o700).create(dir);
+    made.with_context(|| format!("cannot make {}", dir.display()))?;
+    let left = match cap.parse().context("no size")? {
+        0 => {
+            let found = statvfs(dir).context("cannot find out how much is free")?;
+            found.blocks_available().saturating_mul(found.fragment_size()) / 2
+        }
+        cap => cap,
+    };
+    let blobs = match parts {
+        Parts::Apart(image, layer) => {
+            let layer = layer.map(|layer| store.open(&layer)).transpose()?;
+            (store.open(&image)?, Some(layer))
+        }
+        Parts::Archive(archive) => (store.open(&archive)?, None),
+    };
+    chroot(dir).with_context(|| format!("cannot enter {}", dir.display()))?;
+    std::env::set_current_dir("/").context("cannot enter the new directory")?;
+    rights::keep_writing()?;
+    setrlimit(Resource::RLIMIT_AS, MEMORY, MEMORY).context("cannot limit the memory")?;
+    let mut target = Target {
+        root: PathBuf::from("/"),
+        left,
+    };
+    match blobs {
+        (archive, None) => target.archive(archive),
+        (image, Some(layer)) => target.apart(image, layer),
+    }
+}
+
+fn parts(store: &Store, digest: &str) -> Result<Parts> {
+    let mut list = read_list(store, digest)?;
+    let criu = |part: &&Descriptor| part.media_type == CRIU;
+    if let Some(image) = only(list.manifests.iter().filter(criu))? {
+        let layer = |part: &&Descriptor| LAYERS.contains(&&*part.media_type);
+        return Ok(Parts::Apart(image, only(list.manifests.iter().filter(layer))?));
+    }
+    // Whoever pushes one image of one platform may push an index of it.
+    if let [only] = &*list.manifests {
+        list = read_list(store, &only.digest)?;
+    }
+    let is_archive = OF_ARCHIVES.iter().any(|key| list.annotations.contains_key(*key));
+    ensure!(is_archive, "it is not a checkpoint of a container");
+    let archive = only(list.layers.iter())?.context("it has no layer")?;
+    Ok(Parts::Archive(archive))
+}
+
+fn read_list(store: &Store, digest: &str) -> Result<List> {
+    let bytes = store.read(digest, MAX_LIST)?;
+    serde_json::from_slice(&bytes).with_context(|| format!("{digest} is no index and no manifest"))
+}
+
+/// The one that there is, or none.
+fn only<'a>(mut of: impl Iterator<Item = &'a Descriptor>) -> Result<Option<Descriptor>> {
+    let found = of.next().cloned();
+    ensure!(of.next().is_none(), "it has parts of several checkpoints");
+    Ok(found)
+}
+
+/// Where the files go, and how many bytes they may have.
+struct Target {
+    root: PathBuf,
+    left: u64,
+}
+
+impl Target {
+    fn apart(&mut self, image: Blob, layer: Option<Blob>) -> Result<()> {
+        self.directory(names::ARCHIVE_IMAGE)?;
+        self.untar(image, |path| match path {
+            [name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
+            _ => None,
+        })?;
+        let Some(mut layer) = layer else {
+            return Ok(());
+        };
+        // It stays as it is: who unpacks it knows its form.
+        self.file(Path::new(names::ARCHIVE_LAYER), layer.size(), &mut layer)?;
+        layer.finish()
+    }
+
+    fn archive(&mut self, archive: Blob) -> Result<()> {
+        self.directory(names::ARCHIVE_IMAGE)?;
+        self.untar(archive, |path| match path {
+            [names::ARCHIVE_IMAGE, name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
+            [names::ARCHIVE_LAYER] => Some(PathBuf::from(names::ARCHIVE_LAYER)),
+            _ => None,
+        })
+    }
+
+    /// Unpacks the regular files of an archive that `place` has a place for. Others have none in an image
+    /// directory; next to it in an archive they are reports.
+    fn untar(&mut self, blob: Blob, place: fn(&[&str]) -> Option<PathBuf>) -> Result<()> {
+        let mut source = BufReader::new(blob);
+        let mut archive = Archive::new(decompressed(&mut source)?);
+        for entry in archive.entries().context("it is no archive")? {
+            let mut entry = entry.context("it is no archive")?;
+            let path = entry.path()?.into_owned();
+            let shown = || format!("{} of the archive", path.display());
+            self.take(ENTRY).with_context(shown)?;
+            let Some(place) = place(&parts_of(&path).with_context(shown)?) else {
+                continue;
+            };
+            ensure!(
+                entry.header().entry_type().is_file(),
+                "{}: no regular file",
+                shown()
+            );
+            let size = entry.size();
+            self.file(&place, size, &mut entry).with_context(shown)?;
+        }
+        drop(archive);
+        source.into_inner().finish()
+    }
+
+    fn directory(&self, name: &str) -> Result<()> {
+        let made = DirBuilder::new().mode(0o700).create(self.root.join(name));
+        made.with_context(|| format!("cannot make {name}"))
+    }
+
+    fn file(&mut self, place: &Path, size: u64, from: &mut impl Read) -> Result<()> {
+        self.take(size)?;
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create_new(true).mode(0o600);
+        let opened = options.open(self.root.join(place));
+        let mut to = opened.with_context(|| format!("cannot make {}", place.display()))?;
+        let written = io::copy(&mut from.take(size), &mut to).context("cannot write it")?;
+        ensure!(written == size, "it has {written} bytes instead of {size}");
+        Ok(())
+    }
+
+    fn take(&mut self, size: u64) -> Result<()> {
+        let left = self.left.checked_sub(size);
+        self.left = left.context("the checkpoint has more bytes than images may have here")?;
+        Ok(())
+    }
+}
+
+/// The parts of a path that leads nowhere else.
+fn parts_of(path: &Path) -> Result<Vec<&str>> {
+    let mut parts = Vec::new();
+    for part in path.components() {
+        match part {
+            Component::Normal(name) => parts.push(name.to_str().context("a name that is no text")?),
+            Component::CurDir => {}
+            _ => bail!("the path leads out of the checkpoint"),
+        }
+    }
+    Ok(parts)
+}
+
+/// Layers may be compressed by gzip; CRIU's files are not.
+fn decompressed<'a>(source: &'a mut impl BufRead) -> Result<Box<dyn Read + 'a>> {
+    Ok(match source.fill_buf()? {
+        [0x1f, 0x8b, ..] => Box::new(MultiGzDecoder::new(source)),
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => bail!("it is compressed by zstd and not by gzip"),
+        _ => Box::new(source),
+    })
+}
+
+#[cfg(test)]
+mod tests;

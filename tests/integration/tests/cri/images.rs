@@ -1,0 +1,225 @@
+//! Containers that are restored because an annotation of their pod names an image in containerd's store.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use crate::Point;
+use crate::checkpoints::{ARCHIVE, checkpoint, computes};
+use crate::client::Cri;
+use crate::named::{cold, counter, is_cold, on_gpu, refused};
+
+pub const POINTS: &[Point] = &[
+    Point::new(
+        "restore by image: what ctr has made of a container",
+        "goes on on another GPU with the files; unpacked: nothing",
+        of_ctr,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by image: an archive of the kubelet as an image",
+        "goes on on another GPU with the files; unpacked: nothing",
+        of_archive,
+    )
+    .firn_only()
+    .on(|suite| suite.has_cri_checkpoint()),
+    Point::new(
+        "restore by image: what is not allowed, not there, too large, damaged or no checkpoint",
+        "FIRN-RESTORE-FROM, FIRN-RESTORE-FROM, FIRN-IMAGE-UNPACK, FIRN-IMAGE-UNPACK, FIRN-IMAGE-UNPACK; \
+         cold with fallback: true; unpacked: nothing",
+        wrong,
+    )
+    .firn_only(),
+];
+
+const NAME: &str = "registry.example/warm:1";
+const ALLOWED: &str = "[restore]\nfrom-images = [\"default=registry.example/*\"]\n";
+const BLOBS: &str = "/var/lib/containerd/io.containerd.content.v1.content/blobs/sha256";
+
+/// What the counter's GPU 0 becomes.
+const OTHER: u32 = 1;
+
+/// Runs the story with images that pods of the namespace `default` may name.
+fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> {
+    cri.host.configure(ALLOWED)?;
+    let done = story();
+    cri.host.configure("")?;
+    done
+}
+
+fn ctr(cri: Cri<'_>, arguments: &[&str]) -> Result<String> {
+    let all = [&["ctr", "--namespace", "k8s.io"], arguments].concat();
+    Ok(cri.host.node().run(&all)?.stdout)
+}
+
+/// Makes an image of a counter with `ctr`. Returns how far it was at least.
+fn keep(cri: Cri<'_>) -> Result<u64> {
+    let pod = cri.pod_annotated("source", &json!({}))?;
+    let container = pod.start_with("c", &on_gpu(0, &counter()))?;
+    let before = computes(&container, 3)?;
+    ctr(
+        cri,
+        &["containers", "checkpoint", "--rw", "--task", &container.id, NAME],
+    )?;
+    computes(&container, before + 2)?;
+    pod.remove(&[&container])?;
+    Ok(before)
+}
+
+fn annotations() -> Value {
+    json!({ "firn.dev/restore-from": format!("c=image:{NAME}") })
+}
+
+/// Checkpoints that are unpacked for containers.
+fn unpacked(cri: Cri<'_>) -> Result<String> {
+    let find = "find /var/lib/containerd -name firn-checkpoint";
+    let found = cri.host.node().run(&["sh", "-ec", find])?.stdout;
+    Ok(match found.trim() {
+        "" => "nothing".to_owned(),
+        found => found.to_owned(),
+    })
+}
+
+/// Restores the image on another GPU.
+fn goes_on(cri: Cri<'_>, before: u64) -> Result<String> {
+    let pod = cri.pod_annotated("copy", &annotations())?;
+    let copy = pod.create("c", &on_gpu(OTHER, &cold()))?;
+    copy.start()?;
+    computes(&copy, before + 2)?;
+    let text = copy.exec("cat /written")?;
+    ensure!(text.contains("text"), "the written file has {text:?}");
+    let left = unpacked(cri)?;
+    let log = cri.host.node().read("/var/log/containerd.log")?;
+    let line = format!("is restored from image {NAME} (sha256:");
+    ensure!(log.contains(&line), "the log names no image");
+    pod.remove(&[&copy])?;
+    Ok(format!("goes on on another GPU with the files; unpacked: {left}"))
+}
+
+fn of_ctr(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let before = keep(cri)?;
+        let seen = goes_on(cri, before);
+        ctr(cri, &["images", "remove", NAME])?;
+        seen
+    })
+}
+
+fn of_archive(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let pod = cri.pod_annotated("source", &json!({}))?;
+        let container = pod.start_with("c", &on_gpu(0, &counter()))?;
+        let before = computes(&container, 3)?;
+        checkpoint(&container)?;
+        pod.remove(&[&container])?;
+        let archive = fs::read(cri.host.node().path(ARCHIVE))?;
+        import(
+            cri,
+            &archive,
+            &json!({ "org.criu.checkpoint.container.name": "c" }),
+        )?;
+        cri.host.node().run(&["rm", ARCHIVE])?;
+        let seen = goes_on(cri, before);
+        ctr(cri, &["images", "remove", NAME])?;
+        seen
+    })
+}
+
+/// Gives containerd an image of one layer, as buildah makes it.
+fn import(cri: Cri<'_>, layer: &[u8], annotations: &Value) -> Result<()> {
+    let node = cri.host.node();
+    let layout = "/tmp/layout";
+    node.run(&["mkdir", "-p", &format!("{layout}/blobs/sha256")])?;
+    let blob = |media_type: &str, bytes: &[u8]| {
+        let digest: String = Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect();
+        fs::write(node.path(format!("{layout}/blobs/sha256/{digest}")), bytes)?;
+        let digest = format!("sha256:{digest}");
+        anyhow::Ok(json!({ "mediaType": media_type, "digest": digest, "size": bytes.len() }))
+    };
+    let config = json!({ "architecture": "amd64", "os": "linux",
+        "rootfs": { "type": "layers", "diff_ids": [] } });
+    let config = blob(
+        "application/vnd.oci.image.config.v1+json",
+        config.to_string().as_bytes(),
+    )?;
+    let layer = blob("application/vnd.oci.image.layer.v1.tar", layer)?;
+    let media_type = "application/vnd.oci.image.manifest.v1+json";
+    let manifest = json!({ "schemaVersion": 2, "mediaType": media_type, "config": config,
+        "layers": [layer], "annotations": annotations });
+    let mut manifest = blob(media_type, manifest.to_string().as_bytes())?;
+    manifest["annotations"] = json!({ "io.containerd.image.name": NAME });
+    let index = json!({ "schemaVersion": 2, "manifests": [manifest] }).to_string();
+    fs::write(node.path(format!("{layout}/index.json")), index)?;
+    fs::write(
+        node.path(format!("{layout}/oci-layout")),
+        r#"{"imageLayoutVersion":"1.0.0"}"#,
+    )?;
+    node.run(&["sh", "-ec", "tar -C /tmp/layout -cf /tmp/image.tar ."])?;
+    ctr(
+        cri,
+        &["images", "import", "--local", "--no-unpack", "/tmp/image.tar"],
+    )?;
+    node.run(&["rm", "-rf", layout, "/tmp/image.tar"])?;
+    Ok(())
+}
+
+/// The digest of the blob with CRIU's files in the image of ctr's.
+fn files_of_criu(cri: Cri<'_>) -> Result<String> {
+    let list = ctr(cri, &["images", "list", &format!("name=={NAME}")])?;
+    let digest = list.split_whitespace().find(|word| word.starts_with("sha256:"));
+    let name = digest.context("no image")?.trim_start_matches("sha256:");
+    let index: Value = serde_json::from_slice(&fs::read(cri.host.node().path(format!("{BLOBS}/{name}")))?)?;
+    let parts = index["manifests"].as_array().context("no parts")?;
+    let is_criu = |part: &&Value| {
+        part["mediaType"]
+            .as_str()
+            .is_some_and(|it| it.contains("criu.tar"))
+    };
+    let part = parts.iter().find(is_criu).context("no files of CRIU")?;
+    let digest = part["digest"].as_str().context("no digest")?;
+    Ok(digest.trim_start_matches("sha256:").to_owned())
+}
+
+fn wrong(cri: Cri<'_>) -> Result<String> {
+    let mut codes = Vec::new();
+    let mut refused = || {
+        codes.push(refused(cri, &annotations(), &on_gpu(OTHER, &cold()))?);
+        anyhow::Ok(())
+    };
+    keep(cri)?;
+    cri.host
+        .configure("[restore]\nfrom-images = [\"other=registry.example/*\"]\n")?;
+    refused()?;
+    let seen = allowed(cri, || {
+        ctr(cri, &["images", "tag", NAME, "registry.example/kept:1"])?;
+        ctr(cri, &["images", "remove", NAME])?;
+        refused()?;
+        ctr(cri, &["images", "tag", "registry.example/kept:1", NAME])?;
+        cri.host.configure(&format!("{ALLOWED}image-cap = \"1MiB\"\n"))?;
+        refused()?;
+        cri.host.configure(ALLOWED)?;
+        let damage = format!(
+            "printf x | dd of={BLOBS}/{} bs=1 seek=3000 conv=notrunc",
+            files_of_criu(cri)?
+        );
+        cri.host.node().run(&["sh", "-ec", &damage])?;
+        refused()?;
+        let fallback = json!({ "firn.dev/restore-from": format!("image:{NAME}"),
+            "firn.dev/restore-fallback": "cold" });
+        let cold = is_cold(cri, &fallback, &on_gpu(OTHER, &cold()))?;
+        ctr(
+            cri,
+            &["images", "remove", "--sync", NAME, "registry.example/kept:1"],
+        )?;
+        import(cri, &[0; 1024], &json!({}))?;
+        refused()?;
+        ctr(cri, &["images", "remove", NAME])?;
+        Ok(format!(
+            "cold with fallback: {cold}; unpacked: {}",
+            unpacked(cri)?
+        ))
+    })?;
+    Ok(format!("{}; {seen}", codes.join(", ")))
+}
