@@ -20,12 +20,17 @@ use crate::{CdiError, DeviceName, Registry};
 /// Directory of the MPS daemon's pipes.
 const MPS: &str = "/tmp/nvidia-mps";
 
+/// Where NVIDIA's files mount /dev/null, which stands for no device.
+const VOID: &str = "/var/run/nvidia-container-devices/void";
+
 /// Hooks of NVIDIA's and firn's that are permitted: they only change files of the container.
 const HOOKS: [(&str, &[&str]); 3] = [
     ("nvidia-cdi-hook", &OF_NVIDIA),
     ("nvidia-ctk", &OF_NVIDIA),
     ("firn-hook", &["create-symlinks", "update-ldcache"]),
 ];
+/// One that is permitted at createRuntime: it lowers what the container may use of a GPU.
+const LIMITS: &str = "apply-cuda-memory-limits";
 const OF_NVIDIA: [&str; 5] = [
     "create-symlinks",
     "update-ldcache",
@@ -77,7 +82,7 @@ fn harmless(edits: &Edits, spec: &Value) -> Result<(Edits, Vec<String>), String>
         }
     }
     let mut mounts = Vec::new();
-    for mount in &edits.mounts {
+    for mount in edits.mounts.iter().filter(|mount| mount.container_path != VOID) {
         match mount.is_harmless() {
             true => mounts.push(mount.clone()),
             false if mount.is_dispensable() => left.push(mount.container_path.clone()),
@@ -141,9 +146,14 @@ impl Hook {
             Some("hook") => self.args.get(2).map(String::as_str),
             verb => verb,
         };
-        self.hook_name == "createContainer"
-            && known
-                .zip(verb)
-                .is_some_and(|((_, verbs), verb)| verbs.contains(&verb))
+        let is_permitted = |(of, verbs): (&str, &[&str]), verb| match self.hook_name.as_str() {
+            "createContainer" => verbs.contains(&verb),
+            "createRuntime" => of != "firn-hook" && verb == LIMITS,
+            _ => false,
+        };
+        known
+            .copied()
+            .zip(verb)
+            .is_some_and(|(known, verb)| is_permitted(known, verb))
     }
 }

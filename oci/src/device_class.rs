@@ -64,6 +64,17 @@ pub(crate) fn is_nvidia_hook(hook: &Value) -> bool {
     names.any(|name| PROGRAMS.contains(&name))
 }
 
+/// Whether this is the hook that limits the GPU memory of a container, by variables of it. Such a hook of
+/// NVIDIA's CDI files gives no GPU.
+pub(crate) fn limits_memory(hook: &Value) -> bool {
+    is_nvidia_hook(hook) && arguments(hook).any(|word| word == "apply-cuda-memory-limits")
+}
+
+/// Whether a hook that runs before the container's own program gives it GPUs.
+pub(crate) fn gives_gpus(hook: &Value) -> bool {
+    is_nvidia_hook(hook) && !limits_memory(hook)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

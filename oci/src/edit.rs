@@ -63,15 +63,17 @@ impl fmt::Display for DeviceEdit {
 /// Entries of `linux.devices` and their rules in `linux.resources.devices` change together: a rule with the
 /// old numbers of a replaced entry gets the new numbers, and the rule of a dropped entry is removed. Common
 /// nodes that the spec lacks are not added. If the GPUs change, nodes under /dev/dri and common nodes that
-/// this host does not have are dropped: firn does not know which device they would open here.
+/// this host does not have are dropped: firn does not know which device they would open here. A hook that
+/// limits GPU memory limits that of the targets.
 pub fn replace_gpus(
     spec: &mut Spec,
     targets: &[Gpu],
     common: &[DeviceNode],
 ) -> Result<DeviceEdit, EditError> {
-    let targets: Vec<DeviceNode> = targets.iter().map(node_of).collect::<Result<_, _>>()?;
-    let moves = replace_devices(spec, &targets, common)?;
+    let nodes: Vec<DeviceNode> = targets.iter().map(node_of).collect::<Result<_, _>>()?;
+    let moves = replace_devices(spec, &nodes, common)?;
     replace_rules(spec, &moves)?;
+    limit_memory_of(spec, targets)?;
     Ok(report(&moves))
 }
 
@@ -131,14 +133,41 @@ pub fn drop_nodes(spec: &mut Spec) -> Result<(), EditError> {
         replace_rules(spec, &moves)?;
         *spec.list_mut("linux.devices")? = new;
     }
-    Ok(())
+    Ok(limit_memory_of(spec, &[])?)
 }
 
-/// Removes NVIDIA's prestart and createRuntime hooks and returns their number. runc would run them at a
-/// restore, on an incomplete container whose devices and mounts are already in the spec.
+/// Removes the prestart and createRuntime hooks that give a container NVIDIA GPUs, and returns their number.
+/// runc would run them at a restore, on an incomplete container whose devices and mounts are already in the
+/// spec.
 pub fn strip_gpu_hooks(spec: &mut Spec) -> Result<usize, SpecError> {
-    let is_nvidia = device_class::is_nvidia_hook;
-    Ok(spec.remove("hooks.prestart", is_nvidia)? + spec.remove("hooks.createRuntime", is_nvidia)?)
+    let gives = device_class::gives_gpus;
+    Ok(spec.remove("hooks.prestart", gives)? + spec.remove("hooks.createRuntime", gives)?)
+}
+
+/// Makes the hook that limits a container's GPU memory limit it on these GPUs, which may be others than those
+/// that the hook names. Without variables that limit anything the hook is removed: it would do nothing, and
+/// its program may be missing on this node.
+fn limit_memory_of(spec: &mut Spec, gpus: &[Gpu]) -> Result<(), SpecError> {
+    const STAGE: &str = "hooks.createRuntime";
+    let hooks = spec.array("/hooks/createRuntime");
+    let Some(mut hook) = hooks
+        .iter()
+        .find(|hook| device_class::limits_memory(hook))
+        .cloned()
+    else {
+        return Ok(());
+    };
+    let is_limited = ["NVIDIA_GPU_MEMORY_LIMIT", "NVIDIA_GPU_MEMORY_REQUEST"]
+        .iter()
+        .any(|name| spec.variables(name).next().is_some());
+    spec.remove(STAGE, device_class::limits_memory)?;
+    if is_limited && !gpus.is_empty() {
+        let before = device_class::arguments(&hook).take_while(|word| !word.starts_with("--gpu-id"));
+        let named = gpus.iter().map(|gpu| format!("--gpu-id={}", gpu.uuid));
+        hook["args"] = before.map(str::to_owned).chain(named).collect();
+        spec.list_mut(STAGE)?.push(hook);
+    }
+    Ok(())
 }
 
 /// Makes runc pass this configuration file to CRIU.

@@ -219,7 +219,7 @@ fn early_hooks(spec: &Spec) -> impl Iterator<Item = &Value> {
 }
 
 fn has_gpu_hook(spec: &Spec) -> bool {
-    early_hooks(spec).any(device_class::is_nvidia_hook)
+    early_hooks(spec).any(device_class::gives_gpus)
 }
 
 fn name_of(path: &str) -> &str {
@@ -289,6 +289,8 @@ fn named(spec: &Spec, preferred: &[String]) -> String {
 pub fn requests_beyond_gpus(spec: &Spec) -> Option<&'static str> {
     const SWITCHES: [&str; 4] = ["NVIDIA_GDS", "NVIDIA_MOFED", "NVIDIA_GDRCOPY", "NVIDIA_NVSWITCH"];
     const CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
+    const OF_MIG: [&str; 2] = ["NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"];
+    let is_set = |name: &&&str| of_env(spec, name).is_some_and(|value| !value.is_empty());
     let is_on = |name: &&&str| of_env(spec, name) == Some("enabled");
     let is_channel = |mount: &Value| {
         let below = mount["destination"]
@@ -296,7 +298,11 @@ pub fn requests_beyond_gpus(spec: &Spec) -> Option<&'static str> {
             .and_then(|at| at.strip_prefix(VOLUMES));
         below.is_some_and(|below| below.starts_with("/imex/"))
     };
-    let switch = SWITCHES.iter().find(is_on).copied();
+    let switch = SWITCHES
+        .iter()
+        .find(is_on)
+        .or_else(|| OF_MIG.iter().find(is_set))
+        .copied();
     let channels = of_env(spec, CHANNELS).is_some_and(|names| list(names).next().is_some())
         || spec.array("/mounts").iter().any(is_channel);
     switch.or_else(|| channels.then_some(CHANNELS))
@@ -340,8 +346,14 @@ fn list(names: &str) -> impl Iterator<Item = String> {
         .map(str::to_owned)
 }
 
+/// The devices that mounts stand for; none if one of them is `void`. NVIDIA's CDI files mount that, so that
+/// nobody adds the GPUs twice.
 fn volumes(spec: &Spec) -> Vec<String> {
-    spec.array("/mounts").iter().filter_map(volume).collect()
+    let devices: Vec<String> = spec.array("/mounts").iter().filter_map(volume).collect();
+    match devices.iter().any(|device| device == "void") {
+        true => Vec::new(),
+        false => devices,
+    }
 }
 
 /// The device that a mount stands for. Below [`VOLUMES`] the path is its name, `cdi/VENDOR/CLASS/NAME` or

@@ -429,3 +429,41 @@ fn at_a_restore_specs_of_another_node_lose_their_nodes_and_those_of_pods_are_gra
 }
 
 mod random;
+
+/// Made by `nvidia-ctk cdi generate` of version 1.20: a mount that stands for no device, and a hook that
+/// limits memory.
+#[test]
+fn device_nodes_and_a_name_get_what_the_newest_files_add() {
+    let hook = |stage: &str, verb: &str| {
+        let path = "/usr/bin/nvidia-cdi-hook";
+        json!({"hookName": stage, "path": path, "args": ["nvidia-cdi-hook", verb, "--gpu-id", "GPU-1"]})
+    };
+    let limits = "apply-cuda-memory-limits";
+    let edits = json!({"deviceNodes": [gpu(0)], "hooks": [hook("createRuntime", limits)]});
+    let void = json!({"hostPath": "/dev/null", "options": ["ro", "nosuid", "nodev", "bind"],
+        "containerPath": "/var/run/nvidia-container-devices/void"});
+    let registry = || {
+        Registry::of(vec![file(
+            "nvidia.com/gpu",
+            "0",
+            edits.clone(),
+            json!({"mounts": [void]}),
+        )])
+    };
+    let mut config = Config::default();
+    config.create.visible_devices = true;
+    let env = json!(["NVIDIA_VISIBLE_DEVICES=0"]);
+    for devices in [json!([gpu(0)]), json!([])] {
+        let spec = json!({"linux": {"devices": devices}, "process": {"env": env}});
+        let edited = convert_by(Spec::from(spec), &config, &Rules::Own, false, registry).unwrap();
+        assert!(edited.left_out.is_empty());
+        assert_eq!(edited.spec.array("/mounts"), [json!(null); 0]);
+        assert_eq!(edited.spec.array("/hooks/createRuntime").len(), 1, "{devices}");
+    }
+    // Nothing else is permitted there.
+    let edits = json!({"hooks": [hook("createRuntime", "update-ldcache")]});
+    let registry = || Registry::of(vec![file("nvidia.com/gpu", "0", edits.clone(), json!({}))]);
+    let spec = json!({"linux": {"devices": [gpu(0)]}, "process": {"env": env}});
+    let refused = convert_by(Spec::from(spec), &config, &Rules::Own, false, registry);
+    assert_eq!(refused.unwrap_err().code(), "FIRN-CDI-GRANT");
+}

@@ -218,6 +218,41 @@ fn only_early_hooks_of_nvidia_are_stripped() {
     assert_eq!(plain, Spec::from(json!({})));
 }
 
+/// As NVIDIA's CDI files have it, one for each GPU.
+fn limited(environment: &[&str]) -> Spec {
+    let hook = |gpu: &str| {
+        json!({"path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "apply-cuda-memory-limits",
+            "--driver-root", "", "--gpu-id", gpu], "env": ["NVIDIA_CTK_DEBUG=false"]})
+    };
+    let hooks = [hook("GPU-1"), json!({"path": "/opt/cni/hook"}), hook("GPU-2")];
+    Spec::from(json!({"process": {"env": environment}, "hooks": {"createRuntime": hooks}}))
+}
+
+#[test]
+fn limits_of_memory_hold_for_the_gpus_of_the_restored_container() {
+    let here = inventory(195, 1);
+    let uuid = &here.gpus[0].uuid;
+    let mut spec = limited(&["NVIDIA_GPU_MEMORY_LIMIT=64"]);
+    assert_eq!(strip_gpu_hooks(&mut spec).unwrap(), 0, "it gives no GPU");
+    for _ in 0..2 {
+        replace_gpus(&mut spec, &here.gpus, &here.common_nodes).unwrap();
+        let hooks = spec.array("/hooks/createRuntime");
+        assert_eq!(hooks.len(), 2);
+        let args = ["nvidia-cdi-hook", "apply-cuda-memory-limits", "--driver-root", ""];
+        let args = [&args.map(str::to_owned)[..], &[format!("--gpu-id={uuid}")]].concat();
+        assert_eq!(hooks[1]["args"], json!(args));
+        assert_eq!(hooks[1]["env"], json!(["NVIDIA_CTK_DEBUG=false"]));
+    }
+    // Nothing is limited, or there is no GPU.
+    let other = [json!({"path": "/opt/cni/hook"})];
+    let mut spec = limited(&[]);
+    replace_gpus(&mut spec, &here.gpus, &here.common_nodes).unwrap();
+    assert_eq!(spec.array("/hooks/createRuntime"), other);
+    let mut spec = limited(&["NVIDIA_GPU_MEMORY_REQUEST=64"]);
+    drop_nodes(&mut spec).unwrap();
+    assert_eq!(spec.array("/hooks/createRuntime"), other);
+}
+
 #[test]
 fn the_restore_hook_is_added_last_and_once() {
     let mut spec = Spec::from(json!({"hooks": {"createRuntime": [{"path": "/opt/cni/hook"}]}}));

@@ -158,6 +158,10 @@ fn every_source_of_a_request_is_found() {
             ),
         ),
         (
+            json!({"mounts": [stands_for("GPU-1"), stands_for("void")]}),
+            GpuRequest::None,
+        ),
+        (
             json!({"mounts": [{"source": "/srv", "destination": format!("{VOLUMES}/GPU-1")},
                     stands_for("a/b"), stands_for("")]}),
             GpuRequest::None,
@@ -445,6 +449,11 @@ fn requests_beyond_gpus_are_found() {
         ("NVIDIA_MOFED=enabled", Some("NVIDIA_MOFED")),
         ("NVIDIA_IMEX_CHANNELS=0", Some("NVIDIA_IMEX_CHANNELS")),
         ("NVIDIA_IMEX_CHANNELS=", None),
+        (
+            "NVIDIA_MIG_MONITOR_DEVICES=all",
+            Some("NVIDIA_MIG_MONITOR_DEVICES"),
+        ),
+        ("NVIDIA_MIG_CONFIG_DEVICES=", None),
     ] {
         assert_eq!(requests_beyond_gpus(&with(pair)), expected, "{pair}");
     }

@@ -162,12 +162,11 @@ impl SlowGo {
 
 /// The command whose source is in this directory, with a `go.mod` of its own. Go itself knows what has to be
 /// built.
-pub fn go_build(source: &Path, name: &str) -> Result<PathBuf> {
+pub fn go_build(source: &Path, name: &str, options: GoOptions) -> Result<PathBuf> {
     let store = Store::open()?.go()?;
     let program = store.join(name);
     let _lock = lock(&store.join(format!("{name}.lock")))?;
-    let mut build = go(&["build", "-trimpath", "-buildvcs=false", "-o"]);
-    host::run(build.arg(&program).arg(".").current_dir(source))
+    host::run(options.build(&[], &program).arg(".").current_dir(source))
         .with_context(|| format!("build {}", source.display()))?;
     Ok(program)
 }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
 use firn_lab::{GpuHost, SimGpu, configure_pods, import_pod_images, install_network_plugin};
-use firn_node::{Node, Platform, Suite, go_build};
+use firn_node::{GoOptions, Node, Platform, Suite, go_build};
 
 use crate::client::{CLIENT, Cri};
 
@@ -138,7 +138,9 @@ impl Hosts {
 fn client() -> Result<&'static Path> {
     static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cri-client");
-    let built = BUILT.get_or_init(|| go_build(&source, "cri-client").map_err(|error| format!("{error:#}")));
+    let built = BUILT.get_or_init(|| {
+        go_build(&source, "cri-client", GoOptions::default()).map_err(|error| format!("{error:#}"))
+    });
     built.as_deref().map_err(|error| anyhow!("{error}"))
 }
 

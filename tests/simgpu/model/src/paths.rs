@@ -12,6 +12,8 @@ pub const CONTROL: &str = "nvidiactl";
 pub const UVM: &str = "nvidia-uvm";
 /// Opened by nobody; containers get it with the others.
 pub const UVM_TOOLS: &str = "nvidia-uvm-tools";
+/// File below [`state_dir`] with the limits of memory that were asked for.
+pub const LIMITS: &str = "memory-limits";
 /// Where a driver's libraries lie on Debian.
 pub const LIBRARY_DIR: &str = "/usr/lib/x86_64-linux-gnu";
 

@@ -1,5 +1,7 @@
 //! NVML's structures and return codes, laid out as in its header.
 
+use std::ffi::c_char;
+
 /// `nvmlReturn_t` other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
@@ -10,6 +12,7 @@ pub(crate) enum Error {
     NotFound = 6,
     InsufficientSize = 7,
     DriverNotLoaded = 9,
+    VersionMismatch = 25,
     Unknown = 999,
 }
 
@@ -35,6 +38,26 @@ pub(crate) struct Memory {
     pub(crate) used: u64,
 }
 
+/// `nvmlMemory_v2_t`
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Memory2 {
+    pub(crate) version: u32,
+    pub(crate) total: u64,
+    pub(crate) reserved: u64,
+    pub(crate) free: u64,
+    pub(crate) used: u64,
+}
+
+/// `nvmlSetMemoryLimits_v1_t`
+#[repr(C)]
+pub(crate) struct MemoryLimits {
+    /// Path of a cgroup.
+    pub(crate) cgroup: *const c_char,
+    pub(crate) soft: u64,
+    pub(crate) hard: u64,
+}
+
 /// `nvmlProcessInfo_t`
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -47,4 +70,6 @@ pub(crate) struct ProcessInfo {
 
 const _: () = assert!(size_of::<PciInfo>() == 68);
 const _: () = assert!(size_of::<Memory>() == 24);
+const _: () = assert!(size_of::<Memory2>() == 40);
+const _: () = assert!(size_of::<MemoryLimits>() == 24);
 const _: () = assert!(size_of::<ProcessInfo>() == 24);

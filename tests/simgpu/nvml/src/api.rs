@@ -8,12 +8,12 @@ use crate::abi::{Error, Memory, PciInfo, ProcessInfo};
 use crate::library;
 use simgpu_model::{GpuInfo, NvLinkEnd};
 
-type Handle = *mut c_void;
+pub(crate) type Handle = *mut c_void;
 
 /// Compute instances are a MIG matter; this is NVML's "none".
 const NO_INSTANCE: u32 = u32::MAX;
 
-fn answer(call: impl FnOnce() -> Result<(), Error>) -> i32 {
+pub(crate) fn answer(call: impl FnOnce() -> Result<(), Error>) -> i32 {
     match call() {
         Ok(()) => 0,
         Err(error) => error as i32,
@@ -22,7 +22,7 @@ fn answer(call: impl FnOnce() -> Result<(), Error>) -> i32 {
 
 /// # Safety
 /// `at` must be null or valid for writing a `T`, as NVML asks of the caller.
-unsafe fn give<T>(at: *mut T, value: T) -> Result<(), Error> {
+pub(crate) unsafe fn give<T>(at: *mut T, value: T) -> Result<(), Error> {
     if at.is_null() {
         return Err(Error::InvalidArgument);
     }
@@ -48,7 +48,7 @@ unsafe fn give_text(at: *mut c_char, len: u32, text: &str) -> Result<(), Error> 
     Ok(())
 }
 
-fn place(device: Handle) -> Result<usize, Error> {
+pub(crate) fn place(device: Handle) -> Result<usize, Error> {
     device.addr().checked_sub(1).ok_or(Error::InvalidArgument)
 }
 
@@ -77,9 +77,11 @@ extern "C" fn nvmlErrorString(code: i32) -> *const c_char {
         0 => c"Success",
         1 => c"Uninitialized",
         2 => c"Invalid Argument",
+        3 => c"Not Supported",
         6 => c"Not Found",
         7 => c"Insufficient Size",
         9 => c"Driver Not Loaded",
+        25 => c"Argument Version Mismatch",
         _ => c"Unknown Error",
     };
     text.as_ptr()
