@@ -32,5 +32,5 @@ pub use error::RestoreError;
 pub(crate) use named::Wish;
 pub use named::name_for;
 pub use prepare::{Preparation, in_use};
-pub use rollback::LOG;
+pub use rollback::{LOG, after_kill};
 pub use run::{Restored, run};

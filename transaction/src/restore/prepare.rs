@@ -448,10 +448,20 @@ async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
     serde_json::from_slice(&directories.unwrap_or_default()).unwrap_or_default()
 }
 
+/// What podman and CRI-O put before the id in the name of a container's cgroup.
+const PREFIXES: [&str; 3] = ["", "libpod-", "crio-"];
+
 /// Whether the cgroup that the spec names is named after the container.
 pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
-    spec.cgroups_path()
-        .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
+    let name = spec
+        .cgroups_path()
+        .and_then(|path| path.rsplit(['/', ':']).next());
+    let is_its = |name: &str| {
+        PREFIXES
+            .iter()
+            .any(|prefix| name.strip_prefix(prefix) == Some(id))
+    };
+    name.is_some_and(is_its)
 }
 
 /// Whether the cgroup that the spec names has processes before the container has any. If so, a file in the
@@ -474,6 +484,22 @@ pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cgroup_is_a_containers_own_by_its_name() {
+        for (path, is) in [
+            ("/default/job", true),
+            ("system.slice:cri-containerd:job", true),
+            ("/libpod_parent/libpod-job", true),
+            ("/pod/crio-job", true),
+            ("/default/other-job", false),
+            ("/job/other", false),
+            ("/libpod-job/other", false),
+        ] {
+            let spec = Spec::from(serde_json::json!({"linux": {"cgroupsPath": path}}));
+            assert_eq!(is_own("job", &spec), is, "{path}");
+        }
+    }
 
     /// A wrapper of runc gives the container NVIDIA's GPUs, which its spec does not show.
     #[tokio::test]
