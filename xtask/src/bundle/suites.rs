@@ -90,7 +90,7 @@ pub struct Cmd {
 /// Builds, collects and packs.
 pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     install_missing(&[("xz", "xz-utils"), ("strip", "binutils")])?;
-    let root = Store::open()?.root(cmd.suite)?;
+    let root = Store::open()?.root(cmd.suite, &[])?;
     let target = workspace()?.join("target");
     let out = cmd
         .out
