@@ -9,7 +9,7 @@ use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_oci::Spec;
 
-use super::prepare::is_own;
+use super::place::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
