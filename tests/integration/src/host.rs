@@ -157,6 +157,7 @@ impl GpuHost {
             "firn-gpu",
             "firn-hook",
             "firn",
+            "firn-runc",
             "libfirn_criu.so",
             "simgpu",
             "cuda-step",

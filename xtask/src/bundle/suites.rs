@@ -50,9 +50,10 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 13] = [
+const PROGRAMS: [&str; 14] = [
     "firn-gpu",
     "firn-hook",
+    "firn-runc",
     "libfirn_criu.so",
     "firn",
     "simgpu",

@@ -133,6 +133,11 @@ const PAGES: &[Story] = &[
         )],
     },
     Story {
+        path: "docs/guide/podman.md",
+        steps: &[Left(1, "needs podman; the suite podman does it")],
+        replace: &[],
+    },
+    Story {
         path: "docs/guide/operating.md",
         steps: &[
             Do(operated),
