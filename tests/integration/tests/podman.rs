@@ -7,6 +7,7 @@ use std::process::{Child, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use firn_documents::{Page, root};
 use firn_lab::{GpuHost, IMAGE, Lines, SimGpu, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, wait_for};
 
@@ -431,6 +432,39 @@ fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
     })
 }
 
+/// The console blocks of the pages, as they are written, with a counter as the command.
+fn the_pages_commands_work(platform: Platform) -> Result<()> {
+    on([host(platform, "po-page", 2)?], |[node]| {
+        let podman = Podman(node);
+        node.node().run(&["mkdir", "-p", "/srv", "/etc/firn"])?;
+        for (path, gpu) in [("docs/guide/podman.md", 0), ("examples/podman/README.md", 1)] {
+            let text = std::fs::read_to_string(root().join(path))?;
+            let page = Page::new(path, text);
+            let mut blocks = page.blocks().into_iter();
+            let console = blocks.find(|block| block.what.language == "console");
+            let lines = console.context("there is no console block")?.what.lines;
+            let counter = format!("{IMAGE} /bin/gpu-counter --interval-ms 50 --mib 8");
+            let commands: Vec<String> = lines
+                .iter()
+                .filter_map(|line| line.strip_prefix("# "))
+                .map(|line| line.replace("-d --device", "-d --network none --device"))
+                .map(|line| line.replace("IMAGE COMMAND", &counter))
+                .collect();
+            ensure!(commands.len() == lines.len(), "{path}: {lines:?}");
+            for command in &commands {
+                node.node().run(&["sh", "-euc", &format!("cd /srv; {command}")])?;
+                if command.contains(IMAGE) {
+                    podman.goes_on("job", 3)?;
+                }
+            }
+            podman.goes_on("job", 3)?;
+            podman.uses(&[gpu])?;
+            podman.clear()?;
+        }
+        Ok(())
+    })
+}
+
 /// What a client sees of a container without GPU, with this runtime.
 fn day(podman: Podman<'_>, runtime: &str) -> Result<Vec<String>> {
     let mut seen = Vec::new();
@@ -523,6 +557,7 @@ fn main() -> ExitCode {
         a_killed_checkpoint_is_rolled_back [FORKY, TRIXIE];
         a_killed_restore_leaves_nothing [FORKY, TRIXIE];
         a_suspended_container_goes_on [TRIXIE];
+        the_pages_commands_work [FORKY];
         without_gpu_it_is_runc [FORKY, TRIXIE];
     })
 }

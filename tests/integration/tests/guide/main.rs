@@ -134,7 +134,7 @@ const PAGES: &[Story] = &[
     },
     Story {
         path: "docs/guide/podman.md",
-        steps: &[Left(1, "needs podman; the suite podman does it")],
+        steps: &[Left(1, "needs podman; the suite podman runs it")],
         replace: &[],
     },
     Story {
