@@ -18,6 +18,8 @@ sections! {
         pub worker: Worker = Worker::default(),
         /// The OCI hook.
         pub hook: Hook = Hook::default(),
+        /// The OCI runtime behind firn-runc.
+        pub runc: Runc = Runc::default(),
         /// How CRIU is run on GPU containers.
         pub criu: Criu = Criu::default(),
         /// How long each phase of a checkpoint or restore may take.
@@ -45,6 +47,12 @@ sections! {
     /// `[hook]`
     pub struct Hook {
         /// Where `firn-hook` is. Default: the calling program's directory, then PATH.
+        pub path: Option<PathBuf> = None,
+    }
+
+    /// `[runc]`
+    pub struct Runc {
+        /// Where the runc is that firn-runc calls. Default: PATH.
         pub path: Option<PathBuf> = None,
     }
 

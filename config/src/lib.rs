@@ -20,7 +20,7 @@ pub use file::{
     HugePages, Images, InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
 pub use programs::{
-    INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path,
+    INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path, search_path,
 };
 pub use quantity::parse_quantity;
 pub use toolkit::Toolkit;

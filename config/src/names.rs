@@ -11,6 +11,9 @@ pub const ENV_CONFIG: &str = "FIRN_CONFIG";
 /// File name of the shim.
 pub const SHIM_PROGRAM: &str = "containerd-shim-firn-v2";
 
+/// File name of the OCI runtime, for clients that call one.
+pub const RUNC_PROGRAM: &str = "firn-runc";
+
 /// File name of the driver worker.
 pub const WORKER_PROGRAM: &str = "firn-gpu";
 
@@ -107,6 +110,10 @@ pub const LABEL_PARKED: &str = "firn.dev/parked";
 /// Directory of the node in which each container of firn names its GPUs.
 pub const LEASES: &str = "/run/firn/leases";
 
+/// Directory of the node in which firn-runc notes its transactions: the root directory of runc, and in it a
+/// file for each container, with its bundle.
+pub const RUNC_TRANSACTIONS: &str = "/run/firn/runc";
+
 /// Directory of the node in which firn notes who has turned on the host's huge pages.
 pub const HUGE_PAGES: &str = "/run/firn/huge-pages";
 
@@ -136,6 +143,9 @@ pub const JOB_ANSWER_FILE: &str = "/run/firn/answer";
 
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
+
+/// Annotation by firn: the value that [`ANNOTATION_CRIU_CONFIG`] had before firn put its own file there.
+pub const ANNOTATION_USERS_CRIU_CONFIG: &str = "firn.dev/criu-config";
 
 /// Annotation that containerd's CRI plugin puts on every container: `sandbox` or `container`.
 pub const ANNOTATION_CRI_TYPE: &str = "io.kubernetes.cri.container-type";

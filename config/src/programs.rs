@@ -3,7 +3,7 @@
 use firn_host::Problem;
 
 use crate::names::CRIU_PLUGIN;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -32,8 +32,15 @@ pub fn find_program(name: &str, configured: Option<&Path>) -> Result<PathBuf, Pr
     let own_dir = std::env::current_exe()
         .ok()
         .and_then(|exe| Some(exe.parent()?.to_owned()));
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    search(name, configured, own_dir.as_deref(), &path)
+    search(name, configured, own_dir.as_deref(), &search_path())
+}
+
+/// Where programs are if the caller has set no PATH, as podman does.
+const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// The directories in which programs are, of this process and of those that it starts.
+pub fn search_path() -> OsString {
+    std::env::var_os("PATH").unwrap_or_else(|| DEFAULT_PATH.into())
 }
 
 /// What to do where [`find_criu_plugin`] finds none.
@@ -80,7 +87,7 @@ fn search(
 
 /// The OCI runtime of this name or path.
 pub fn find_runtime(runtime: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = search_path();
     match runtime.contains('/') {
         true => Some(PathBuf::from(runtime)).filter(|program| is_program(program)),
         false => in_path(runtime, &path),

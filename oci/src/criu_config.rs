@@ -109,7 +109,12 @@ impl CriuConfig {
 
     /// For a container whose GPU state, if any, CRIU restores.
     pub fn of_criu(spec: &Spec, bundle: &Path) -> Self {
-        let users_file = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
+        let annotated = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
+            // A spec that firn has edited before, perhaps in another bundle.
+            Some(path) if is_firns(path) => spec.annotation(names::ANNOTATION_USERS_CRIU_CONFIG),
+            annotated => annotated,
+        };
+        let users_file = match annotated {
             Some("") => None,
             Some(path) => Some(path.into()),
             None => Some(names::RUNC_CRIU_CONFIG.into()),
@@ -260,11 +265,14 @@ impl CriuConfig {
     }
 }
 
-/// What the user's file of a container sets for TCP connections, from firn's file where Create has made one.
+/// Whether this is firn's file of any bundle, and no user's.
+pub(crate) fn is_firns(path: &str) -> bool {
+    Path::new(path).file_name() == Some(names::BUNDLE_CRIU_CONFIG.as_ref())
+}
+
+/// What the user's file of a container sets for TCP connections.
 pub fn users_tcp(spec: &Spec) -> Option<Tcp> {
-    let lines = CriuConfig::of_criu(spec, Path::new("")).users_lines().ok()?;
-    // In firn's file its own lines follow.
-    tcp_of(lines.rsplit_once("\nlibdir ").map_or(&lines, |(users, _)| users))
+    CriuConfig::of_criu(spec, Path::new("")).users_tcp()
 }
 
 /// Whether firn has let CRIU make links in the last dump of the container in `bundle`.
@@ -279,7 +287,7 @@ pub fn had_link_remap(bundle: &Path) -> bool {
     firns.is_some_and(|(_, firns)| firns.lines().any(|line| line == LINK_REMAP))
 }
 
-/// As [`CriuConfig::users_external_unix`], from firn's file where Create has made one.
+/// As [`CriuConfig::users_external_unix`].
 pub fn users_external_unix(spec: &Spec) -> bool {
     CriuConfig::of_criu(spec, Path::new("")).users_external_unix()
 }

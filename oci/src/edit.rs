@@ -11,6 +11,7 @@ use firn_gpu::{DeviceNode, Gpu, GpuUuid, NodeType};
 use firn_host::Problem;
 use serde_json::{Map, Value, json};
 
+use crate::criu_config::is_firns;
 use crate::device_class;
 use crate::device_class::{GpuPath, classify};
 use crate::spec::parse_device;
@@ -170,10 +171,13 @@ fn limit_memory_of(spec: &mut Spec, gpus: &[Gpu]) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Makes runc pass this configuration file to CRIU.
+/// Makes runc pass this configuration file to CRIU. Keeps the name of the user's own file.
 pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
     let annotations = spec.object_mut("annotations")?;
-    annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
+    let was = annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
+    if let Some(users) = was.filter(|was| !was.as_str().is_some_and(is_firns)) {
+        annotations.insert(names::ANNOTATION_USERS_CRIU_CONFIG.to_owned(), users);
+    }
     Ok(())
 }
 

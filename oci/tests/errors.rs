@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 14] = [
     "config",
     "host",
     "gpu",
@@ -15,6 +15,7 @@ const CRATES: [&str; 13] = [
     "cdi",
     "hooks",
     "cli",
+    "runc",
     "shim",
     "transaction",
 ];

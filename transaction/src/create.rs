@@ -11,6 +11,7 @@ use std::pin::Pin;
 use firn_config::Config;
 use firn_gpu::Backend;
 use firn_host::{Chain, ProblemLine};
+use firn_oci::criu_config::CriuConfig;
 use firn_oci::job_hook::{self, JobHook, JobHookError};
 use firn_oci::{Spec, SpecError};
 
@@ -259,6 +260,18 @@ impl Attempt<'_> {
             fallback: None,
         })
     }
+}
+
+/// What [`prepare`] has decided for the container of this bundle, for a program that was started after it was
+/// created.
+pub fn reopen(bundle: &Path) -> Result<ContainerTraits, PrepareError> {
+    let spec = Spec::load(bundle)?;
+    let mut traits = traits_of(&spec, spec.requests_gpu());
+    if traits.by_firn() {
+        let config = Config::load().map_err(CheckpointError::Config)?;
+        traits.criu = Some(CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()));
+    }
+    Ok(traits)
 }
 
 fn traits_of(spec: &Spec, gpu: bool) -> ContainerTraits {

@@ -218,7 +218,7 @@ fn clean(all: bool, roots: bool) -> Result<()> {
 fn roots() -> Result<()> {
     let store = &Store::open()?;
     thread::scope(|scope| {
-        let makers = Suite::ALL.map(|suite| scope.spawn(move || store.root(suite)));
+        let makers = Suite::ALL.map(|suite| scope.spawn(move || store.root(suite, &[])));
         for maker in makers {
             match maker.join() {
                 Ok(root) => println!("{}", root?.display()),

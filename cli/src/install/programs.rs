@@ -12,10 +12,11 @@ use super::error::InstallError;
 use super::{Change, Done};
 
 /// In the order in which they are replaced: the shim runs the ones before it, and `firn` is the last.
-pub const PROGRAMS: [&str; 5] = [
+pub const PROGRAMS: [&str; 6] = [
     names::CRIU_PLUGIN,
     names::WORKER_PROGRAM,
     names::HOOK_PROGRAM,
+    names::RUNC_PROGRAM,
     names::SHIM_PROGRAM,
     "firn",
 ];
@@ -169,20 +170,20 @@ mod tests {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let bin = to.path().join("usr/local/bin");
         let done = release(from.path(), "1").install(&bin, true).unwrap();
-        assert_eq!(changes(&done), [Change::Added; 5]);
+        assert_eq!(changes(&done), [Change::Added; 6]);
         assert!(!bin.exists(), "a dry run made something");
         release(from.path(), "1").install(&bin, false).unwrap();
         let again = release(from.path(), "1").install(&bin, false).unwrap();
-        assert_eq!(changes(&again), [Change::Unchanged; 5]);
+        assert_eq!(changes(&again), [Change::Unchanged; 6]);
         fs::set_permissions(bin.join("firn-gpu"), fs::Permissions::from_mode(0o644)).unwrap();
         fs::write(bin.join("other"), "").unwrap();
         let second = release(from.path(), "1").install(&bin, false).unwrap();
         assert_eq!(second[1].change, Change::Replaced);
         let upgraded = release(from.path(), "2").install(&bin, false).unwrap();
-        assert_eq!(changes(&upgraded), [Change::Replaced; 5]);
+        assert_eq!(changes(&upgraded), [Change::Replaced; 6]);
         assert_eq!(fs::read_to_string(bin.join("firn")).unwrap(), "firn 2");
-        assert_eq!(remove(&bin, true).unwrap().len(), 5);
-        assert_eq!(remove(&bin, false).unwrap().len(), 5);
+        assert_eq!(remove(&bin, true).unwrap().len(), 6);
+        assert_eq!(remove(&bin, false).unwrap().len(), 6);
         assert_eq!(names(&bin), ["other"]);
         assert!(remove(&bin, false).unwrap().is_empty());
     }
@@ -198,7 +199,7 @@ mod tests {
         assert!(matches!(failed, Err(InstallError::Io { .. })), "{failed:?}");
         assert_eq!(fs::read_to_string(bin.join("firn-gpu")).unwrap(), "firn-gpu 1");
         fs::remove_dir(bin.join(".firn.new")).unwrap();
-        assert_eq!(names(bin).len(), 5, "{:?}", names(bin));
+        assert_eq!(names(bin).len(), 6, "{:?}", names(bin));
         fs::remove_file(from.path().join("firn-hook")).unwrap();
         let missing = Release::open(from.path());
         assert!(matches!(

@@ -1,4 +1,5 @@
 use super::*;
+use crate::edit::set_criu_config;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -161,7 +162,7 @@ fn only_a_dump_with_deleted_names_has_criu_make_links() {
 }
 
 #[test]
-fn what_a_users_file_sets_for_connections_is_known_also_from_firns_own() {
+fn what_a_users_file_sets_for_connections_is_known_also_from_an_edited_spec() {
     let bundle = tempfile::tempdir().unwrap();
     let users = bundle.path().join("users.conf");
     for (lines, expected) in [
@@ -174,11 +175,9 @@ fn what_a_users_file_sets_for_connections_is_known_also_from_firns_own() {
         let config = CriuConfig::new(&spec_of_user, bundle.path(), None).with_tcp(Tcp::Close);
         assert_eq!(config.users_tcp(), expected, "{lines}");
         config.write(Operation::Dump).unwrap();
-        assert_eq!(
-            users_tcp(&spec(config.path().to_str().unwrap())),
-            expected,
-            "{lines}"
-        );
+        let mut edited = spec_of_user.clone();
+        set_criu_config(&mut edited, &config.path()).unwrap();
+        assert_eq!(users_tcp(&edited), expected, "{lines}");
         assert_eq!(users_tcp(&spec_of_user), expected, "{lines}");
     }
     assert_eq!(users_tcp(&spec("/nonexistent")), None);
@@ -252,6 +251,27 @@ fn without_annotation_runcs_own_file_counts() {
         config.users_file.as_deref(),
         Some(Path::new("/etc/criu/runc.conf"))
     );
+}
+
+#[test]
+fn firns_own_file_is_no_users() {
+    for (users, found) in [
+        (None, None),
+        (Some(""), None),
+        (Some("/mine.conf"), Some("/mine.conf")),
+    ] {
+        let mut annotations = json!({"org.criu.config": "/other/bundle/firn-criu.conf"});
+        if let Some(users) = users {
+            annotations["firn.dev/criu-config"] = json!(users);
+        }
+        let config = CriuConfig::new(
+            &Spec::from(json!({"annotations": annotations})),
+            Path::new("/b"),
+            None,
+        );
+        let found = found.or(users.is_none().then_some("/etc/criu/runc.conf"));
+        assert_eq!(config.users_file.as_deref(), found.map(Path::new));
+    }
 }
 
 #[test]

@@ -278,6 +278,10 @@ fn the_criu_configuration_is_named() {
     set_criu_config(&mut spec, Path::new("/b/firn-criu.conf")).unwrap();
     assert_eq!(spec.annotation("org.criu.config"), Some("/b/firn-criu.conf"));
     assert_eq!(spec.annotation("k"), Some("v"));
+    // A copy of the edited spec, in another bundle, has the user's file still.
+    set_criu_config(&mut spec, Path::new("/c/firn-criu.conf")).unwrap();
+    assert_eq!(spec.annotation("org.criu.config"), Some("/c/firn-criu.conf"));
+    assert_eq!(spec.annotation("firn.dev/criu-config"), Some("/old"));
 }
 
 #[test]

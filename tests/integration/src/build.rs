@@ -35,7 +35,14 @@ const DIR_ENV: &str = "FIRN_BUILT_DIR";
 const SHIM: &str = "containerd-shim-firn-v2";
 
 /// What a release has, by file names.
-pub const PROGRAMS: [&str; 5] = [SHIM, "firn", "firn-gpu", "firn-hook", "libfirn_criu.so"];
+pub const PROGRAMS: [&str; 6] = [
+    SHIM,
+    "firn",
+    "firn-gpu",
+    "firn-hook",
+    "firn-runc",
+    "libfirn_criu.so",
+];
 
 /// The static target of the shim; without it the shim is built for the host.
 const MUSL: &str = "x86_64-unknown-linux-musl";
@@ -76,6 +83,7 @@ impl Built {
         let packages = [
             "firn-worker",
             "firn-hook",
+            "firn-runc",
             "firn-criu-plugin",
             "firn",
             "firn-workloads",

@@ -64,6 +64,18 @@ impl GpuHost {
         Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
     }
 
+    /// As [`GpuHost::for_test`], with packages of Debian that other nodes have not.
+    pub fn for_test_with(
+        platform: Platform,
+        name: &str,
+        gpus: &[SimGpu],
+        packages: &'static [&'static str],
+    ) -> Result<Self> {
+        let name = test_name(platform, name);
+        let node = platform.node().name(&name).packages(packages);
+        Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
+    }
+
     /// Starts a node with these GPUs.
     pub fn start(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         Self::start_with(built, suite, name, gpus, Cgroup::Auto, DRIVER)
@@ -145,6 +157,7 @@ impl GpuHost {
             "firn-gpu",
             "firn-hook",
             "firn",
+            "firn-runc",
             "libfirn_criu.so",
             "simgpu",
             "cuda-step",

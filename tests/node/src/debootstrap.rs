@@ -21,9 +21,10 @@ const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 /// Counts changes in how roots are made that the package list does not show.
 const RECIPE: u32 = 1;
 
-/// The suite's root below `roots`.
-pub(crate) fn root(roots: &Path, suite: Suite) -> Result<PathBuf> {
-    let root = roots.join(format!("{suite}-{}", fingerprint(PACKAGES)));
+/// The suite's root below `roots`, with these packages in addition to those of every node.
+pub(crate) fn root(roots: &Path, suite: Suite, more: &[&str]) -> Result<PathBuf> {
+    let packages = [PACKAGES, more].concat();
+    let root = roots.join(format!("{suite}-{}", fingerprint(&packages)));
     if root.exists() {
         return Ok(root);
     }
@@ -33,7 +34,7 @@ pub(crate) fn root(roots: &Path, suite: Suite) -> Result<PathBuf> {
     }
     let new = roots.join(format!("{suite}.new"));
     remove(&new)?;
-    make(&new, suite)?;
+    make(&new, suite, &packages)?;
     fs::rename(&new, &root).with_context(|| format!("rename to {}", root.display()))?;
     Ok(root)
 }
@@ -63,7 +64,7 @@ fn remove(root: &Path) -> Result<()> {
     Ok(())
 }
 
-fn make(root: &Path, suite: Suite) -> Result<()> {
+fn make(root: &Path, suite: Suite, packages: &[&str]) -> Result<()> {
     host::require(&[
         ("debootstrap", "debootstrap"),
         (KEYRING, "debian-archive-keyring"),
@@ -86,7 +87,7 @@ fn make(root: &Path, suite: Suite) -> Result<()> {
         "--kill-child",
     ]);
     command.args(["debootstrap", "--variant=minbase"]);
-    command.arg(format!("--include={}", PACKAGES.join(",")));
+    command.arg(format!("--include={}", packages.join(",")));
     command
         .arg(suite.as_str())
         .arg(root)

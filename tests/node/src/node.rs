@@ -34,6 +34,7 @@ pub struct Builder {
     cri: bool,
     disk: bool,
     systemd: bool,
+    packages: &'static [&'static str],
 }
 
 impl Builder {
@@ -74,11 +75,17 @@ impl Builder {
         self
     }
 
+    /// Packages of Debian in addition to those of every node. The root with them is cached, too.
+    pub fn packages(mut self, packages: &'static [&'static str]) -> Self {
+        self.packages = packages;
+        self
+    }
+
     /// Starts the node. Crashed ones are removed first; the suite's root is made if it is not cached.
     pub fn start(self) -> Result<Node> {
         let store = Store::open()?;
         store.clean(false)?;
-        let root = store.root(self.suite)?;
+        let root = store.root(self.suite, self.packages)?;
         let hierarchies = Hierarchies::read()?;
         let cgroup = hierarchies.select(self.cgroup)?;
         ensure!(
@@ -147,6 +154,7 @@ impl Node {
             cri: false,
             disk: false,
             systemd: false,
+            packages: &[],
         }
     }
 

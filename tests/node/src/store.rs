@@ -48,10 +48,11 @@ impl Store {
         digest.iter().take(4).map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The suite's root; made if it is not cached (about half a minute, needs the package mirror).
-    pub fn root(&self, suite: Suite) -> Result<PathBuf> {
+    /// The suite's root, with these packages in addition; made if it is not cached (about half a minute,
+    /// needs the package mirror).
+    pub fn root(&self, suite: Suite, more: &[&str]) -> Result<PathBuf> {
         host::require_root()?;
-        debootstrap::root(&self.base.join("roots"), suite)
+        debootstrap::root(&self.base.join("roots"), suite, more)
     }
 
     /// Where programs built with Go are kept.

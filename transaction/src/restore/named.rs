@@ -29,7 +29,7 @@ use crate::reaper::Reaper;
 use crate::warn::OrWarn;
 
 use image::Permit;
-pub use image::{FoundImage, ImageStore, remove_unpacked};
+pub use image::{FoundImage, ImageStore, NoImages, remove_unpacked};
 pub use source::{Source, is_name, name_for};
 
 /// Every image of CRIU has this file.

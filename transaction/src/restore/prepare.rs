@@ -21,9 +21,9 @@ use super::RestoreError;
 use super::compare::{self, printed};
 use super::device_free;
 use super::error::Refusal;
+use super::place::{in_use, is_own};
 use crate::blocking::{Left, stoppable};
 use crate::cancel::CancellationToken;
-use crate::cgroup::{Cgroup, CgroupError};
 use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
@@ -446,29 +446,6 @@ async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
     let directories = printed(Command::new(hook).arg("library-dirs"), HELPER, reaper).await;
     let directories = directories.inspect_err(|error| log::warn!("firn-hook: {error}"));
     serde_json::from_slice(&directories.unwrap_or_default()).unwrap_or_default()
-}
-
-/// Whether the cgroup that the spec names is named after the container.
-pub(super) fn is_own(id: &str, spec: &Spec) -> bool {
-    spec.cgroups_path()
-        .is_some_and(|path| path.rsplit(['/', ':']).next() == Some(id))
-}
-
-/// Whether the cgroup that the spec names has processes before the container has any. If so, a file in the
-/// bundle marks it for the action `delete`, which follows a failed Create.
-pub fn in_use(id: &str, options: &RuncOptions, spec: &Spec, bundle: &Path) -> Result<bool, CgroupError> {
-    let Some(path) = spec.cgroups_path() else {
-        return Ok(false);
-    };
-    let pids = Cgroup::by_spec(path, id, options.systemd_cgroup)?.pids()?;
-    let mark = bundle.join(names::BUNDLE_OTHERS_CGROUP);
-    let marked = match (pids.is_empty(), mark.exists()) {
-        (false, _) => std::fs::write(&mark, ""),
-        (true, true) => std::fs::remove_file(&mark),
-        (true, false) => Ok(()),
-    };
-    marked.or_warn(format_args!("cannot write or remove {}", mark.display()));
-    Ok(!pids.is_empty())
 }
 
 #[cfg(test)]

@@ -5,13 +5,16 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_oci::Spec;
 
-use super::prepare::is_own;
+use super::place::is_own;
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
+use crate::huge_pages;
+use crate::recovery::Recovery;
 use crate::warn::OrWarn;
 
 /// How long killed processes may take to end.
@@ -36,6 +39,21 @@ pub async fn rollback(container: &Container) {
     let state = container.runc.state_dir();
     let removed = std::fs::remove_dir_all(&state).unless_absent();
     removed.or_warn(format_args!("cannot remove {}", state.display()));
+}
+
+/// Rolls back a restore whose program was killed, by its journal.
+pub async fn after_kill(container: &Container, recovery: &Recovery) {
+    huge_pages::recover().await;
+    // Order matters: CRIU goes on without its caller.
+    recovery.end_programs(GONE).await;
+    if container.bundle.join(names::BUNDLE_OTHERS_CGROUP).exists() {
+        let deleted = container.runc.ensure_deleted().await;
+        deleted.or_warn(format_args!("cannot delete {}", container.id));
+    } else {
+        rollback(container).await;
+    }
+    recovery.clear().await;
+    recovery.forget(&container.bundle).await;
 }
 
 /// Where CRIU writes its logs of this container.

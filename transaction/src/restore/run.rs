@@ -10,7 +10,8 @@ use firn_oci::{Spec, criu_config, criu_script};
 
 use super::container::RestoreEffects;
 use super::error::Cause;
-use super::prepare::{in_use, left_image};
+use super::place::in_use;
+use super::prepare::left_image;
 use super::rollback::{LOG, rollback, work_dir};
 use super::{RestoreError, compare, phases};
 use crate::blocking::{remove, stoppable, tidy};

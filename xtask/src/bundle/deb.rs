@@ -9,7 +9,13 @@ use anyhow::{Context, Result};
 
 use super::{check, copy_into, output};
 
-const PROGRAMS: [&str; 4] = ["containerd-shim-firn-v2", "firn", "firn-gpu", "firn-hook"];
+const PROGRAMS: [&str; 5] = [
+    "containerd-shim-firn-v2",
+    "firn",
+    "firn-gpu",
+    "firn-hook",
+    "firn-runc",
+];
 const PLUGIN: &str = "libfirn_criu.so";
 /// Scripts that dpkg runs, in config/debian.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];

@@ -14,7 +14,7 @@ use crate::workspace;
 
 const MUSL: &str = "x86_64-unknown-linux-musl";
 /// Without the shim, which is linked statically.
-const PROGRAMS: [&str; 3] = ["firn-gpu", "firn-hook", "firn"];
+const PROGRAMS: [&str; 4] = ["firn-gpu", "firn-hook", "firn-runc", "firn"];
 const PLUGIN: &str = "libfirn_criu.so";
 const SHIM: &str = "containerd-shim-firn-v2";
 

@@ -11,10 +11,11 @@ use super::output;
 use crate::tools::cargo;
 
 /// The packages with the programs of a release.
-const PROGRAMS: [&str; 5] = [
+const PROGRAMS: [&str; 6] = [
     "firn",
     "firn-criu-plugin",
     "firn-hook",
+    "firn-runc",
     "firn-shim",
     "firn-worker",
 ];

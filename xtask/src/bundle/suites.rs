@@ -50,9 +50,10 @@ const LEFT_OUT: [&str; 28] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 13] = [
+const PROGRAMS: [&str; 14] = [
     "firn-gpu",
     "firn-hook",
+    "firn-runc",
     "libfirn_criu.so",
     "firn",
     "simgpu",
@@ -90,7 +91,7 @@ pub struct Cmd {
 /// Builds, collects and packs.
 pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     install_missing(&[("xz", "xz-utils"), ("strip", "binutils")])?;
-    let root = Store::open()?.root(cmd.suite)?;
+    let root = Store::open()?.root(cmd.suite, &[])?;
     let target = workspace()?.join("target");
     let out = cmd
         .out

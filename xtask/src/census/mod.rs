@@ -20,10 +20,11 @@ use source::{Source, crates, sources};
 const LONG_FILE: usize = 400;
 
 /// The programs that are installed.
-const PROGRAMS: [&str; 5] = [
+const PROGRAMS: [&str; 6] = [
     "containerd-shim-firn-v2",
     "firn-gpu",
     "firn-hook",
+    "firn-runc",
     "firn",
     "libfirn_criu.so",
 ];

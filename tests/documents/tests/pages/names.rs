@@ -195,7 +195,7 @@ fn the_programs_that_are_installed_have_been_built() {
         }
     }
     let programs = programs();
-    assert_eq!(installed.len(), 5, "{installed:?}");
+    assert_eq!(installed.len(), 6, "{installed:?}");
     for program in &installed {
         let package = programs
             .get(program)

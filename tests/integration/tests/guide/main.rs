@@ -141,6 +141,11 @@ const PAGES: &[Story] = &[
         )],
     },
     Story {
+        path: "docs/guide/podman.md",
+        steps: &[Left(1, "needs podman; the suite podman runs it")],
+        replace: &[],
+    },
+    Story {
         path: "docs/guide/operating.md",
         steps: &[
             Do(operated),

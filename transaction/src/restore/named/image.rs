@@ -43,6 +43,15 @@ pub trait ImageStore: Sync {
     fn find(&self, name: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>>;
 }
 
+/// Of clients without containerd.
+pub struct NoImages;
+
+impl ImageStore for NoImages {
+    fn find(&self, _: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
+        Box::pin(async { Err("there is no containerd".to_owned()) })
+    }
+}
+
 /// Unpacks the image, if pods of the namespace may be restored from it. After an error nothing of it is left.
 pub async fn unpacked(image: &str, namespace: &str, node: Node<'_>) -> Result<Named, Refusal> {
     let Some(permit) = permit(node.config, image, namespace) else {

@@ -1,6 +1,5 @@
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::pin::Pin;
 
 use serde_json::{Value, json};
 
@@ -106,15 +105,6 @@ fn restarts_are_restored_again_unless_they_are_to_start_cold() {
         Ok(true)
     );
     assert!(restored(&[("firn.dev/restore-fallback", "warm")]).is_err());
-}
-
-/// Containerd has no images.
-struct NoImages;
-
-impl ImageStore for NoImages {
-    fn find(&self, _: &str) -> Pin<Box<dyn Future<Output = Result<FoundImage, String>> + Send + '_>> {
-        panic!("no image is named")
-    }
 }
 
 /// The image directory that is found for a pod, or the code of the refusal.

@@ -1,0 +1,76 @@
+//! The process that does what is firn's.
+
+use std::ffi::{OsStr, OsString};
+use std::process::ExitCode;
+
+use firn_transaction::look;
+use firn_transaction::reaper::Reaper;
+
+use crate::action::{Action, Done, PASS};
+use crate::command_line::{CommandLine, Verb};
+use crate::error::{Failure, Trouble};
+use crate::open::{self, Found, Open};
+use crate::{checkpoint, create, logger, recover, restore};
+
+pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
+    let action = Action::of(action);
+    if action == Some(Action::Look) {
+        return match look::run_child() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let Some(line) = CommandLine::parse(words) else {
+        return ExitCode::from(PASS);
+    };
+    logger::start(&line);
+    match serve(action == Some(Action::Recover), &line) {
+        Ok(Done::Here) => ExitCode::SUCCESS,
+        Ok(Done::Pass) => ExitCode::from(PASS),
+        Err(failure) => {
+            logger::report(Some(&line), &failure);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(Trouble::Start)?;
+    let done = runtime.block_on(async {
+        let reaper = Reaper::start().map_err(Trouble::Start)?;
+        if recovers {
+            return left(line, &reaper).await;
+        }
+        match line.verb {
+            Verb::Create => create::run(line, &reaper).await,
+            Verb::Checkpoint => {
+                left(line, &reaper).await?;
+                checkpoint::run(line, &reaper).await
+            }
+            Verb::Restore => {
+                left(line, &reaper).await?;
+                restore::run(line, &reaper).await
+            }
+            Verb::Kill | Verb::Delete | Verb::Other => Ok(Done::Pass),
+        }
+    });
+    // A call that is stuck in the kernel must not keep the answer back.
+    runtime.shutdown_background();
+    done
+}
+
+/// Rolls back what an earlier process has left of a transaction. A kill is done with it.
+async fn left(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+    let Some(id) = open::named(line) else {
+        return Ok(Done::Pass);
+    };
+    match Open::find(line, id).map_err(Trouble::Notes)? {
+        // The client may end or see a container that is under way.
+        Found::Nothing | Found::Busy => Ok(Done::Pass),
+        Found::Left(open) => recover::run(line, id, open, reaper).await,
+    }
+}

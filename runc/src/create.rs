@@ -1,0 +1,35 @@
+//! `create` and `run`: the spec is edited so that the container can be checkpointed. runc creates it.
+
+use std::collections::BTreeMap;
+
+use firn_transaction::cancel::CancellationToken;
+use firn_transaction::create::{Request, prepare};
+use firn_transaction::reaper::Reaper;
+use firn_transaction::recovery;
+use firn_transaction::restore::NoImages;
+
+use crate::action::Done;
+use crate::command_line::CommandLine;
+use crate::container::{NAMESPACE, options};
+use crate::error::{Failure, Trouble};
+
+pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+    let (id, bundle) = (line.id().unwrap_or_default(), line.bundle());
+    recovery::recover(&bundle).await;
+    let cancel = CancellationToken::default();
+    let prepared = prepare(Request {
+        id,
+        namespace: NAMESPACE,
+        bundle: &bundle,
+        options: options(line, &bundle)?,
+        image: None,
+        reaper,
+        images: &NoImages,
+        labels: Box::pin(async { BTreeMap::new() }),
+        cancel: &cancel,
+    });
+    match prepared.await?.restore {
+        None => Ok(Done::Pass),
+        Some(_) => Err(Trouble::Annotation { id: id.to_owned() }.into()),
+    }
+}

@@ -1,0 +1,123 @@
+//! `restore`: firn's for containers with GPUs and for images of firn, else runc's.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+
+use firn_config::names;
+use firn_oci::Spec;
+use firn_transaction::cancel::CancellationToken;
+use firn_transaction::container::Container;
+use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
+use firn_transaction::prepared_restore::PreparedRestore;
+use firn_transaction::reaper::Reaper;
+use firn_transaction::{recovery, restore};
+
+use crate::action::Done;
+use crate::checkpoint::{flags, refuse};
+use crate::command_line::CommandLine;
+use crate::container::{NAMESPACE, made, options};
+use crate::error::{Failure, Trouble};
+use crate::open::Open;
+
+/// Options of runc that a transaction cannot have.
+const REFUSED: [&str; 4] = ["lazy-pages", "auto-dedup", "lsm-profile", "lsm-mount-context"];
+
+/// runc's image directory if none is named.
+const IMAGE: &str = "checkpoint";
+
+/// Where runc writes init's pid if the client names no file.
+const PID_FILE: &str = "init.pid";
+
+pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+    let (id, bundle) = (line.id().unwrap_or_default(), line.bundle());
+    let image = line.path("image-path");
+    let image = image.unwrap_or_else(|| std::path::absolute(IMAGE).unwrap_or_else(|_| IMAGE.into()));
+    let spec = Spec::load(&bundle).map_err(PrepareError::from)?;
+    if !spec.requests_gpu() && !spec.has_other_gpus() && !image.join(names::MANIFEST).exists() {
+        return Ok(Done::Pass);
+    }
+    refuse(line, id, &REFUSED)?;
+    if !line.has("detach") && !line.has("d") {
+        let (id, option) = (id.to_owned(), "detach");
+        return Err(Trouble::Missing { id, option }.into());
+    }
+    let begun = Open::begin(line, id, &bundle).map_err(Trouble::Notes)?;
+    let open = begun.ok_or_else(|| Trouble::Busy { id: id.to_owned() })?;
+    let done = transact(line, id, (&bundle, &image), reaper).await;
+    open.end().map_err(Trouble::Notes)?;
+    done.map(|()| Done::Here)
+}
+
+async fn transact(
+    line: &CommandLine,
+    id: &str,
+    (bundle, image): (&Path, &Path),
+    reaper: &Reaper,
+) -> Result<(), Failure> {
+    recovery::recover(bundle).await;
+    let cancel = CancellationToken::default();
+    let prepared = prepare(Request {
+        id,
+        namespace: NAMESPACE,
+        bundle,
+        options: options(line, bundle)?,
+        image: Some(image),
+        reaper,
+        images: &restore::NoImages,
+        labels: Box::pin(async { BTreeMap::new() }),
+        cancel: &cancel,
+    });
+    let PreparedBundle {
+        options,
+        traits,
+        runc,
+        restore,
+        ..
+    } = prepared.await?;
+    let mut restore = restore.expect("an image was named");
+    let (given, image) = (flags(line), &mut restore.flags);
+    image.open_tcp |= given.open_tcp;
+    image.external_unix_sockets |= given.external_unix_sockets;
+    image.terminal |= given.terminal;
+    image.file_locks |= given.file_locks;
+    let container = made(id, bundle, runc, options, traits, None);
+    bring_up(line, &container, &restore, reaper).await
+}
+
+/// Restores the container with the stdio of this process. A failure leaves nothing of it.
+async fn bring_up(
+    line: &CommandLine,
+    container: &Arc<Container>,
+    prepared: &PreparedRestore,
+    reaper: &Reaper,
+) -> Result<(), Failure> {
+    let guard = container.transaction.begin();
+    let cancel = guard.cancel.clone();
+    let pid_file: PathBuf = line
+        .path("pid-file")
+        .unwrap_or_else(|| container.bundle.join(PID_FILE));
+    let console = line.path("console-socket");
+    let stdio = |command: &mut std::process::Command| {
+        command.stdin(Stdio::inherit());
+    };
+    let restored = restore::run(
+        container,
+        prepared,
+        &pid_file,
+        console.as_deref(),
+        reaper,
+        &cancel,
+        stdio,
+    )
+    .await?;
+    if let Err(error) = restored.call_hook(container, prepared, reaper, &cancel).await {
+        restored.roll_back(container, prepared).await;
+        return Err(error.into());
+    }
+    container.init.set_pid(restored.pid());
+    restored.commit().await;
+    drop(guard);
+    Ok(())
+}

@@ -1,0 +1,370 @@
+//! podman over firn-runc: containers with GPUs go on from its checkpoints, also on other GPUs; what fails or
+//! is killed leaves them running; the rest is as with runc.
+//!
+//! Needs root.
+
+mod client;
+
+use std::process::{ExitCode, Stdio};
+
+use anyhow::{Context, Result, ensure};
+use firn_documents::{Page, root};
+use firn_lab::{IMAGE, cases, matrix, on};
+use firn_node::{CgroupMode, Platform, wait_for};
+
+use client::{ARCHIVE, FIRN_RUNC, LIMIT, Podman, host};
+
+/// A counter goes on in the container, in one that is restored from the archive, and on the GPU that the node
+/// gives it, under its own name and next to itself.
+fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
+    on([host(platform, "po-move", 2)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        podman.checkpoint(&["--leave-running"], "job")?;
+        podman.goes_on("job", 3)?;
+        podman.checkpoint(&[], "job")?;
+        let reached = podman.lines("job")?.reached(1);
+        let state = [
+            "inspect",
+            "--format",
+            "{{.State.Status}} {{.State.Checkpointed}}",
+            "job",
+        ];
+        assert_eq!(podman.run(&state)?, "exited true\n");
+        podman.uses(&[])?;
+        podman.run(&["rm", "job"])?;
+        podman.run(&["container", "restore", "--import", ARCHIVE])?;
+        let from = podman.goes_on("job", 3)?;
+        ensure!(from >= reached, "it began again: {from} after {reached}");
+        podman.uses(&[0])?;
+        // What was restored can be checkpointed. The node has the choice of the GPU.
+        podman.checkpoint(&[], "job")?;
+        podman.run(&["rm", "job"])?;
+        node.configure("[restore]\ngpus = [\"1\"]\n")?;
+        podman.run(&["container", "restore", "--import", ARCHIVE])?;
+        podman.goes_on("job", 3)?;
+        podman.uses(&[1])?;
+        node.configure("[restore]\ngpus = [\"0\"]\n")?;
+        let copy = ["container", "restore", "--import", ARCHIVE, "--name", "copy"];
+        if node.node().record().cgroup == CgroupMode::V2 {
+            // podman gives it a cgroup namespace there, and CRIU puts it into its source's cgroup.
+            let error = podman.fails(&copy)?;
+            ensure!(error.contains("FIRN-IMAGE-PRIVILEGE: "), "{error}");
+            podman.goes_on("job", 3)?;
+            podman.uses(&[1])?;
+            return podman.clear();
+        }
+        podman.run(&copy)?;
+        podman.goes_on("copy", 3)?;
+        podman.goes_on("job", 3)?;
+        podman.uses(&[0, 1])?;
+        // Within podman's own storage.
+        podman.run(&["container", "checkpoint", "copy"])?;
+        podman.run(&["container", "restore", "copy"])?;
+        podman.goes_on("copy", 3)?;
+        podman.clear()
+    })
+}
+
+/// A checkpoint that fails in the driver, or is refused, leaves the container running, and nothing else.
+fn a_failed_checkpoint_costs_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "po-fail", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        for call in ["lock", "checkpoint"] {
+            node.fault(&["--call", call, "--error", "CUDA_ERROR_UNKNOWN"])?;
+            let error = podman.fails(&["container", "checkpoint", "--export", ARCHIVE, "job"])?;
+            ensure!(
+                error.contains("FIRN-GPU-DRIVER: ") && error.contains("the workload goes on"),
+                "{error}"
+            );
+            node.no_faults()?;
+            podman.no_checkpoint("job")?;
+            podman.goes_on("job", 3)?;
+        }
+        let error = podman.fails(&[
+            "container",
+            "checkpoint",
+            "--pre-checkpoint",
+            "--export",
+            ARCHIVE,
+            "job",
+        ])?;
+        ensure!(
+            error.contains("FIRN-RUNC-OPTION: ") && error.contains("--pre-dump"),
+            "{error}"
+        );
+        podman.goes_on("job", 3)?;
+        podman.checkpoint(&[], "job")?;
+        podman.clear()
+    })
+}
+
+/// A restore that fails leaves no process, and the archive is as good as before.
+fn a_failed_restore_leaves_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "po-back", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        podman.checkpoint(&[], "job")?;
+        podman.run(&["rm", "job"])?;
+        node.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+        let error = podman.fails(&["container", "restore", "--import", ARCHIVE])?;
+        ensure!(
+            error.contains("FIRN-GPU-DRIVER: ") && error.contains("was rolled back"),
+            "{error}"
+        );
+        node.no_faults()?;
+        podman.uses(&[])?;
+        ensure!(podman.processes("gpu-counter").is_empty(), "a process is left");
+        // podman keeps a container that could not be restored.
+        podman.run(&["rm", "--force", "job"])?;
+        podman.run(&["container", "restore", "--import", ARCHIVE])?;
+        podman.goes_on("job", 3)?;
+        podman.clear()
+    })
+}
+
+/// Whoever is killed: the container goes on, by the process that is left or by the next call for it. A call
+/// that ends the container ends it.
+fn a_killed_checkpoint_is_rolled_back(platform: Platform) -> Result<()> {
+    on([host(platform, "po-kill", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        let client = podman.hang("job")?;
+        podman.kill(false)?;
+        let output = client.wait_with_output()?;
+        let error = String::from_utf8_lossy(&output.stderr);
+        ensure!(
+            error.contains("FIRN-RUNC-KILLED: ") && error.contains("is rolled back"),
+            "{error}"
+        );
+        podman.goes_on("job", 3)?;
+        podman.no_checkpoint("job")?;
+        for call in [
+            &["exec", "job", "true"][..],
+            &["container", "checkpoint", "--leave-running", "job"],
+        ] {
+            let client = podman.hang("job")?;
+            podman.kill(true)?;
+            ensure!(
+                !client.wait_with_output()?.status.success(),
+                "the client reports success"
+            );
+            ensure!(
+                podman.is_noted() && podman.is_locked()?,
+                "somebody else has rolled it back"
+            );
+            podman.run(call)?;
+            ensure!(!podman.is_noted(), "the note is left after {call:?}");
+            podman.goes_on("job", 3)?;
+        }
+        let client = podman.hang("job")?;
+        podman.kill(true)?;
+        drop(client.wait_with_output()?);
+        podman.run(&["kill", "job"])?;
+        podman.run(&["wait", "job"])?;
+        ensure!(!podman.is_noted(), "the note is left after the kill");
+        podman.clear()
+    })
+}
+
+/// A container whose GPU state cannot be restored stays suspended until the next call for it after the cause
+/// has gone.
+fn a_suspended_container_goes_on(platform: Platform) -> Result<()> {
+    on([host(platform, "po-susp", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        node.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+        let error = podman.fails(&[
+            "container",
+            "checkpoint",
+            "--leave-running",
+            "--export",
+            ARCHIVE,
+            "job",
+        ])?;
+        ensure!(error.contains("FIRN-GPU-SUSPENDED: "), "{error}");
+        ensure!(podman.is_noted(), "there is no note of it");
+        let error = podman.fails(&["container", "checkpoint", "--leave-running", "job"])?;
+        ensure!(error.contains("FIRN-GPU-SUSPENDED: "), "{error}");
+        node.no_faults()?;
+        podman.run(&["exec", "job", "true"])?;
+        podman.goes_on("job", 3)?;
+        ensure!(!podman.is_noted(), "the note is left");
+        podman.clear()
+    })
+}
+
+/// A restore whose process is killed is cleaned up by the called one, and if both are killed, by the next
+/// call for the container.
+fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "po-cut", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        podman.checkpoint(&[], "job")?;
+        let import = ["container", "restore", "--import", ARCHIVE];
+        for both in [false, true] {
+            podman.run(&["rm", "--force", "job"])?;
+            node.fault(&["--call", "restore", "--hang"])?;
+            let mut command = node.node().command("podman");
+            let command = command.args(import).stdout(Stdio::null()).stderr(Stdio::piped());
+            let mut client = command.spawn()?;
+            wait_for("processes that wait for the driver", LIMIT, || {
+                let is_restored = podman.processes("gpu-counter").len() == 1;
+                Ok(
+                    (podman.is_noted() && is_restored && podman.processes("firn-gpu").len() == 1)
+                        .then_some(()),
+                )
+            })?;
+            podman.kill(both)?;
+            if both {
+                // conmon reads from a pipe that the restored process has, and podman waits for conmon. For a
+                // container that it has not restored podman does not call its runtime.
+                client.kill()?;
+                client.wait()?;
+                let id = podman.notes().pop().context("there is no note")?;
+                node.node().run(&[FIRN_RUNC, "delete", "--force", &id])?;
+            } else {
+                let output = client.wait_with_output()?;
+                let error = String::from_utf8_lossy(&output.stderr);
+                ensure!(error.contains("FIRN-RUNC-KILLED: "), "{error}");
+            }
+            ensure!(!podman.is_noted(), "the note is left");
+            ensure!(podman.processes("gpu-counter").is_empty(), "a process is left");
+        }
+        podman.run(&["rm", "--force", "job"])?;
+        podman.run(&import)?;
+        podman.goes_on("job", 3)?;
+        podman.clear()
+    })
+}
+
+/// The console blocks of the pages, as they are written, with a counter as the command.
+fn the_pages_commands_work(platform: Platform) -> Result<()> {
+    on([host(platform, "po-page", 2)?], |[node]| {
+        let podman = Podman(node);
+        node.node().run(&["mkdir", "-p", "/srv", "/etc/firn"])?;
+        for (path, gpu) in [("docs/guide/podman.md", 0), ("examples/podman/README.md", 1)] {
+            let text = std::fs::read_to_string(root().join(path))?;
+            let page = Page::new(path, text);
+            let mut blocks = page.blocks().into_iter();
+            let console = blocks.find(|block| block.what.language == "console");
+            let lines = console.context("there is no console block")?.what.lines;
+            let counter = format!("{IMAGE} /bin/gpu-counter --interval-ms 50 --mib 8");
+            let commands: Vec<String> = lines
+                .iter()
+                .filter_map(|line| line.strip_prefix("# "))
+                .map(|line| line.replace("-d --device", "-d --network none --device"))
+                .map(|line| line.replace("IMAGE COMMAND", &counter))
+                .collect();
+            ensure!(commands.len() == lines.len(), "{path}: {lines:?}");
+            for command in &commands {
+                node.node().run(&["sh", "-euc", &format!("cd /srv; {command}")])?;
+                if command.contains(IMAGE) {
+                    podman.goes_on("job", 3)?;
+                }
+            }
+            podman.goes_on("job", 3)?;
+            podman.uses(&[gpu])?;
+            podman.clear()?;
+        }
+        Ok(())
+    })
+}
+
+/// What a client sees of a container without GPU, with this runtime.
+fn day(podman: Podman<'_>, runtime: &str) -> Result<Vec<String>> {
+    let mut seen = Vec::new();
+    let count = "i=0; while :; do echo $i; i=$((i+1)); sleep 0.1; done";
+    let run = ["--runtime", runtime, "run", "--network", "none"];
+    let made = ["--detach", "--name", "day", IMAGE, "sh", "-c", count];
+    let ended = ["--rm", IMAGE, "sh", "-c", "echo out; echo err >&2; exit 7"];
+    let absent = ["--rm", IMAGE, "no-such-program"];
+    let state = [
+        "inspect",
+        "--format",
+        "{{.State.Status}} {{.State.ExitCode}}",
+        "day",
+    ];
+    for words in [
+        &[&run[..], &ended].concat()[..],
+        &[&run[..], &absent].concat(),
+        &[&run[..], &made].concat(),
+        &["exec", "day", "sh", "-c", "echo in; exit 5"],
+        &["top", "day", "args"],
+        &["pause", "day"],
+        &state,
+        &["unpause", "day"],
+        &["container", "checkpoint", "--export", ARCHIVE, "day"],
+        &state,
+        &["rm", "day"],
+        &["container", "restore", "--import", ARCHIVE],
+        &state,
+        &["update", "--pids-limit", "100", "day"],
+        &["kill", "day"],
+        &["wait", "day"],
+        &["start", "day"],
+        &["stop", "--time", "0", "day"],
+        &state,
+        &["rm", "day"],
+    ] {
+        let output = podman.0.node().command("podman").args(words).output()?;
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        let is_id = stdout.trim().len() == 64;
+        let shown = if is_id { "ID" } else { stdout.trim() };
+        seen.push(format!("{words:?}: {:?} {shown}", output.status.code()).replace(runtime, "RUNTIME"));
+    }
+    Ok(seen)
+}
+
+/// Containers without GPU, and all that firn-runc does not do itself, are as with runc.
+fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
+    on([host(platform, "po-day", 0)?], |[node]| {
+        let podman = Podman(node);
+        let shown = day(podman, "runc")?;
+        assert_eq!(day(podman, "firn-runc")?, shown);
+        let failed: Vec<&String> = shown.iter().filter(|line| !line.contains("Some(0)")).collect();
+        assert_eq!(failed.len(), 3, "{failed:?}");
+        for words in [
+            &["--version"][..],
+            &["--help"],
+            &["features"],
+            &["checkpoint", "--help"],
+            &["restore", "--lsm-mount-context"],
+            &["list"],
+            &["state", "absent"],
+            &["checkpoint", "absent"],
+            &["restore"],
+            &["no-such-verb"],
+            &["--log-format", "json", "kill", "absent", "9"],
+        ] {
+            let of = |program: &str| -> Result<String> {
+                let output = node.node().command(program).args(words).output()?;
+                let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+                let shown = format!(
+                    "{:?}\n{}{}",
+                    output.status.code(),
+                    text(&output.stdout),
+                    text(&output.stderr)
+                );
+                // Times of log lines.
+                Ok(shown.split('"').filter(|part| !part.starts_with("20")).collect())
+            };
+            assert_eq!(of(FIRN_RUNC)?, of("/usr/sbin/runc")?, "{words:?}");
+        }
+        podman.clear()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        a_counter_goes_on_and_moves [FORKY, TRIXIE, TRIXIE_V2];
+        a_failed_checkpoint_costs_nothing [FORKY, TRIXIE];
+        a_failed_restore_leaves_nothing [FORKY, TRIXIE];
+        a_killed_checkpoint_is_rolled_back [FORKY, TRIXIE];
+        a_killed_restore_leaves_nothing [FORKY, TRIXIE];
+        a_suspended_container_goes_on [TRIXIE];
+        the_pages_commands_work [FORKY];
+        without_gpu_it_is_runc [FORKY, TRIXIE];
+    })
+}
