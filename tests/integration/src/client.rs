@@ -218,6 +218,8 @@ impl Client<'_> {
         let used = self.gpus_in_use()?;
         ensure!(used == [&**to], "{used:?}");
         claims.works(&format!("{START}, onto another GPU"))?;
+        // nerdctl keeps it for all containers.
+        self.does(&["checkpoint", "rm", "job", "first"])?;
         self.does(&["rm", "-f", "job"])?;
         self.does(&["compose", "--file", FILE, "down"]).map(drop)
     }
