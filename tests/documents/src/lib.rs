@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 mod commands;
+pub mod console;
 
 pub use commands::Command;
 

@@ -349,25 +349,7 @@ impl<'h> Container<'h> {
 
     /// UUIDs of the GPUs that hold memory of the container's processes, as the driver's tool reports.
     pub fn gpus_in_use(&self) -> Result<Vec<String>> {
-        let pids = self.pids()?;
-        let smi = self.host.node().run(&["simgpu", "smi"])?.stdout;
-        let (mut uuid, mut used) = (String::new(), Vec::new());
-        for line in smi.lines() {
-            let words: Vec<&str> = line.split_whitespace().collect();
-            match words[..] {
-                ["gpu", _, name, ..] => uuid = name.to_owned(),
-                [process, .., memory] => {
-                    let pid = process.strip_prefix("pid=");
-                    let own = pid.is_some_and(|pid| pids.iter().any(|own| own == pid));
-                    // A process opens all GPUs that it may see, also those on which it has no memory.
-                    if own && memory != "used=0MiB" && used.last() != Some(&uuid) {
-                        used.push(uuid.clone());
-                    }
-                }
-                _ => {}
-            }
-        }
-        Ok(used)
+        gpus_used_by(self.host, &self.pids()?)
     }
 
     /// The shim's timings of the last checkpoint or restore: phases and milliseconds.
@@ -428,6 +410,28 @@ impl<'h> Container<'h> {
     pub fn nothing_left(&self) -> Result<()> {
         nothing_left(self.host, &self.id)
     }
+}
+
+/// UUIDs of the GPUs that hold memory of these processes, as the driver's tool reports.
+pub(crate) fn gpus_used_by(host: &GpuHost, pids: &[String]) -> Result<Vec<String>> {
+    let smi = host.node().run(&["simgpu", "smi"])?.stdout;
+    let (mut uuid, mut used) = (String::new(), Vec::new());
+    for line in smi.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            ["gpu", _, name, ..] => uuid = name.to_owned(),
+            [process, .., memory] => {
+                let pid = process.strip_prefix("pid=");
+                let own = pid.is_some_and(|pid| pids.iter().any(|own| own == pid));
+                // A process opens all GPUs that it may see, also those on which it has no memory.
+                if own && memory != "used=0MiB" && used.last() != Some(&uuid) {
+                    used.push(uuid.clone());
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(used)
 }
 
 /// As [`nothing_left`], once what `ctr` leaves of a container that it could not start, its metadata or its

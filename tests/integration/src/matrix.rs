@@ -13,7 +13,7 @@ use anyhow::{Error, Result};
 use firn_node::Platform;
 use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
 
-use crate::GpuHost;
+use crate::{GpuHost, claims};
 
 /// Environment variable that keeps the nodes of trials that fail.
 const KEEP: &str = "FIRN_KEEP";
@@ -110,7 +110,14 @@ pub fn run(cases: &[Case]) -> ExitCode {
 /// The main function of a suite that has other trials too.
 pub fn run_with(cases: &[Case], others: impl IntoIterator<Item = Trial>) -> ExitCode {
     let trials = cases.iter().flat_map(|case| case.trials());
-    run_trials(trials.chain(others).collect()).exit_code()
+    let conclusion = run_trials(trials.chain(others).collect());
+    match claims::nothing_else_is_claimed(&conclusion) {
+        Ok(()) => conclusion.exit_code(),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// Runs a story on these nodes. When it fails, what containerd logged on them is printed.

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
+use firn_lab::{Claims, Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
 use firn_node::{Platform, Suite, wait_for};
 
 /// What is moved.
@@ -94,6 +94,9 @@ fn moves(platform: Platform, name: &str, job: &Job) -> Result<()> {
         );
         assert_eq!(copy.status()?, "RUNNING");
         copy.remove()?;
+        let claims = Claims::of_ctr(a, FIRN)?;
+        claims.works("`containers checkpoint --task`, the container goes on")?;
+        claims.works("`containers restore`, on another node and GPU")?;
         b.idle()
     })
 }
@@ -232,6 +235,7 @@ fn a_container_ends_with_its_checkpoint(platform: Platform) -> Result<()> {
         source.becomes("STOPPED")?;
         assert_eq!(source.exit_code()?, 128 + 9);
         source.forget()?;
+        Claims::of_ctr(host, runtime)?.works("`tasks checkpoint --exit`")?;
         host.idle()?;
         for file in ["inventory.img", "pstree.img", "firn.json"] {
             let path = host.node().path(format!("/tmp/image/{file}"));

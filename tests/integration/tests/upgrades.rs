@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, on};
+use firn_lab::{BUNDLES, Claims, Container, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, on};
 use firn_node::{Platform, go_install, go_lacks, wait_for};
 use serde_json::Value;
 
@@ -220,6 +220,7 @@ fn containerd_2_3_sees_no_difference(platform: Platform) -> Result<()> {
             let seen = scenario(host).with_context(|| format!("{what}, firn"))?;
             ensure!(seen == stock, "{what}: the stock shim\n{stock}\nfirn\n{seen}");
         }
+        Claims::of_ctr(host, STOCK)?.works("`run`, `tasks`, checkpoint and restore without a GPU")?;
         host.idle()
     })
 }

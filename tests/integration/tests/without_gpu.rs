@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{
-    Archive, BUNDLES, CommandOutput, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix, on,
+    Archive, BUNDLES, Claims, CommandOutput, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix,
+    on,
 };
 use firn_node::{Platform, wait_for};
 
@@ -22,7 +23,7 @@ const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/log; sleep 0.1; don
 type Scenario = fn(&GpuHost, &str) -> Result<String>;
 
 /// Runs a scenario with both shims; `expected` is part of what is seen with the first.
-fn same(platform: Platform, name: &str, scenarios: &[(&str, &str, Scenario)]) -> Result<()> {
+fn same(platform: Platform, name: &str, claim: &str, scenarios: &[(&str, &str, Scenario)]) -> Result<()> {
     let gpus = [SimGpu::h200(1)];
     let host = GpuHost::for_test(platform, name, &gpus)?;
     on([host], |[host]| {
@@ -43,6 +44,7 @@ fn same(platform: Platform, name: &str, scenarios: &[(&str, &str, Scenario)]) ->
             let (seen, stock) = (timeless(&seen), timeless(&stock));
             ensure!(seen == stock, "{what}: {}", difference(&stock, &seen));
         }
+        Claims::of_ctr(host, firn)?.works(claim)?;
         host.idle()
     })
 }
@@ -167,7 +169,7 @@ fn a_terminal(host: &GpuHost, runtime: &str) -> Result<String> {
 }
 
 fn runs_are_as_with_the_stock_shim(platform: Platform) -> Result<()> {
-    same(platform, "pl-r", RUNS)
+    same(platform, "pl-r", "`run` without a GPU", RUNS)
 }
 
 const RUNS: &[(&str, &str, Scenario)] = &[
@@ -250,7 +252,7 @@ fn a_bundle(host: &GpuHost, runtime: &str) -> Result<String> {
 }
 
 fn a_lifecycle_is_as_with_the_stock_shim(platform: Platform) -> Result<()> {
-    same(platform, "pl-l", LIFE)
+    same(platform, "pl-l", "`tasks` of a container without a GPU", LIFE)
 }
 
 const LIFE: &[(&str, &str, Scenario)] = &[
@@ -361,7 +363,12 @@ const CHECKPOINTS: &[(&str, &str, Scenario)] = &[
 ];
 
 fn checkpoints_are_as_with_the_stock_shim(platform: Platform) -> Result<()> {
-    same(platform, "pl-c", CHECKPOINTS)
+    same(
+        platform,
+        "pl-c",
+        "checkpoint and restore without a GPU",
+        CHECKPOINTS,
+    )
 }
 
 /// An image of one runtime is restored by the other.

@@ -17,7 +17,7 @@ use crate::store::lock;
 use crate::suite::{PACKAGES, Suite};
 
 const SCRIPTS: &str = "/usr/share/debootstrap/scripts";
-const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+pub(crate) const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 /// Counts changes in how roots are made that the package list does not show.
 const RECIPE: u32 = 1;
 
@@ -118,7 +118,7 @@ fn script(suite: Suite) -> Result<PathBuf> {
     bail!("debootstrap has no script for {suite} in {SCRIPTS}")
 }
 
-fn fingerprint(packages: &[&str]) -> String {
+pub(crate) fn fingerprint(packages: &[&str]) -> String {
     let digest = Sha256::digest(format!("{RECIPE} {}", packages.join(" ")));
     digest.iter().take(6).map(|byte| format!("{byte:02x}")).collect()
 }

@@ -23,6 +23,7 @@ mod host;
 mod image;
 mod link;
 mod node;
+mod packages;
 mod platform;
 mod record;
 mod remnants;

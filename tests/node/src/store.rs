@@ -62,6 +62,13 @@ impl Store {
         Ok(dir)
     }
 
+    /// Where packages that are in no root are kept.
+    pub(crate) fn packages(&self) -> Result<PathBuf> {
+        let dir = self.base.join("packages");
+        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+        Ok(dir)
+    }
+
     /// Every recorded node, by name.
     pub fn nodes(&self) -> Result<Vec<Record>> {
         let mut found = Vec::new();

@@ -14,8 +14,9 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result};
-use firn_lab::{KUBERNETES, Platform, Skip, matrix};
+use firn_lab::{Claims, KUBERNETES, Platform, Skip, matrix};
 use firn_node::go_lacks;
+use serde_json::Value;
 
 use crate::cluster::Cluster;
 
@@ -26,15 +27,15 @@ fn main() -> ExitCode {
     let trials = stories::STORIES.iter().map(|(name, story)| {
         let cluster = Arc::clone(&cluster);
         matrix::trial(matrix::name(name, PLATFORM), move || {
-            on_cluster(&cluster, *story).with_context(|| name.to_owned())
+            on_cluster(&cluster, name, *story).with_context(|| name.to_owned())
         })
     });
-    matrix::run_trials(trials.collect()).exit_code()
+    matrix::run_with(&[], trials)
 }
 
 /// Runs a story on the cluster, which is made for the first. One in which a story has failed is not used
 /// again.
-fn on_cluster(kept: &Mutex<Option<Cluster>>, story: fn(&Cluster) -> Result<()>) -> Result<()> {
+fn on_cluster(kept: &Mutex<Option<Cluster>>, name: &str, story: fn(&Cluster) -> Result<()>) -> Result<()> {
     if let Some(reason) = go_lacks() {
         return Err(Skip::new(format!("Kubernetes is not built: {reason}")).into());
     }
@@ -48,7 +49,7 @@ fn on_cluster(kept: &Mutex<Option<Cluster>>, story: fn(&Cluster) -> Result<()>) 
         Some(cluster) => cluster,
         None => Cluster::start(PLATFORM, &programs)?,
     };
-    match story(&cluster) {
+    match story(&cluster).and_then(|()| claims(&cluster)?.works(name)) {
         Ok(()) => *kept = Some(cluster),
         Err(error) => {
             cluster.show();
@@ -56,4 +57,13 @@ fn on_cluster(kept: &Mutex<Option<Cluster>>, story: fn(&Cluster) -> Result<()>) 
         }
     }
     Ok(())
+}
+
+/// Of the RuntimeClass that firn is installed with.
+fn claims(cluster: &Cluster) -> Result<Claims> {
+    let versions: Value = serde_json::from_str(&cluster.kubectl(&["version", "--output", "json"])?)?;
+    let version = versions["serverVersion"]["gitVersion"]
+        .as_str()
+        .context("no version")?;
+    Claims::on_containerd(&cluster.north.host, "Kubernetes", version, "runtime_path")
 }

@@ -18,7 +18,11 @@ pub const STORIES: &[(&str, Story)] = &[
     ("a drain that fails costs nothing", failed_drains),
     ("a drain keeps what goes on nowhere", late),
     ("the example of a Job is drained as written", job),
-    ("four replicas start from one checkpoint", replicas),
+    ("the example of a Pod runs as written", pod),
+    (
+        "the example of a Deployment: four replicas start from one checkpoint",
+        replicas,
+    ),
     ("each strategy of the device plugin", plugins::strategies),
     ("a lent GPU is given to an urgent pod and back", plugins::lent),
     (
@@ -51,6 +55,10 @@ const CHECKPOINTS: &str = "/var/lib/kubelet/checkpoints";
 const PORT: &str = "8080";
 
 const JOB: &str = include_str!("../../../../examples/kubernetes/job.yaml");
+const POD: &str = include_str!("../../../../examples/kubernetes/pod.yaml");
+const DEPLOYMENT: &str = include_str!("../../../../examples/kubernetes/deployment.yaml");
+/// For the images of the examples, which are in a registry.
+const TEST_IMAGE: &str = "image: localhost/firn-test:latest\n          imagePullPolicy: Never";
 
 /// A server that answers with the last line of its counter. It starts slowly, unless it is restored.
 pub fn deployment(name: &str, replicas: u32, annotations: &str) -> String {
@@ -377,9 +385,8 @@ pub fn forget(cluster: &Cluster) -> Result<()> {
 
 fn job(cluster: &Cluster) -> Result<()> {
     allow(cluster)?;
-    let image = "image: localhost/firn-test:latest\n          imagePullPolicy: Never";
     cluster.kubectl(&["cordon", cluster.south.name()])?;
-    cluster.apply(&JOB.replace("image: registry.example/gpu-counter:latest", image))?;
+    cluster.apply(&JOB.replace("image: registry.example/gpu-counter:latest", TEST_IMAGE))?;
     let reached = |beyond: u64, not: &str| {
         wait_for(&format!("a log beyond {beyond}"), LIMIT, || {
             let pods = cluster.get(&["pods", "--selector", "job-name=train"])?;
@@ -421,12 +428,23 @@ fn job(cluster: &Cluster) -> Result<()> {
         .map(drop)
 }
 
+/// The example of a pod runs as it is.
+fn pod(cluster: &Cluster) -> Result<()> {
+    let image = TEST_IMAGE.replace("          ", "      ");
+    cluster.apply(&POD.replace("image: registry.example/gpu-counter:latest", &image))?;
+    wait_for("iterations in the log of the pod", LIMIT, || {
+        let log = cluster.kubectl(&["logs", "counter"]).unwrap_or_default();
+        Ok((Lines::parse(&log).reached(1) > 2).then_some(()))
+    })?;
+    cluster.kubectl(&["delete", "pod", "counter", "--now"]).map(drop)
+}
+
 fn replicas(cluster: &Cluster) -> Result<()> {
     allow(cluster)?;
-    let started = |annotations: &str, beyond| -> Result<f64> {
+    let started = |name: &str, manifest: &str, beyond| -> Result<f64> {
         let begun = Instant::now();
-        cluster.apply(&deployment("servers", 4, annotations))?;
-        let pods = running(cluster, "servers", 4)?;
+        cluster.apply(manifest)?;
+        let pods = running(cluster, name, 4)?;
         for pod in &pods {
             answers(cluster, pod, beyond)?;
         }
@@ -442,10 +460,10 @@ fn replicas(cluster: &Cluster) -> Result<()> {
                 member.name()
             );
         }
-        remove(cluster, "servers")?;
+        remove(cluster, name)?;
         Ok(took)
     };
-    let cold = started("", 0)?;
+    let cold = started("servers", &deployment("servers", 4, ""), 0)?;
     // One is made warm, and its checkpoint put on both nodes.
     let pod = on_north(cluster, "source", "")?;
     let reached = answers(cluster, &pod, 40)?;
@@ -467,7 +485,13 @@ fn replicas(cluster: &Cluster) -> Result<()> {
         member.run(&["rm", archive])?;
     }
     remove(cluster, "source")?;
-    let warm = started("firn.dev/restore-from: server=warm", reached)?;
+    // The example as it is, but for its image and what the container would do without a checkpoint.
+    let command = "\n          command: [sleep, infinity]";
+    let example = DEPLOYMENT.replace(
+        "image: registry.example/server:latest",
+        &format!("{TEST_IMAGE}{command}"),
+    );
+    let warm = started("server", &example, reached)?;
     println!("four replicas answer {cold:.1} s after a cold start, {warm:.1} s after a restored one");
     forget(cluster)
 }

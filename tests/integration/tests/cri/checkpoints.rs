@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_lab::{LOG, Lines, SimGpu, failure};
+use firn_lab::{LOG, Lines, Outcome, SimGpu, failure};
 use firn_node::{Suite, wait_for};
 use serde_json::json;
 
@@ -19,6 +19,10 @@ pub const POINTS: &[Point] = &[
         plain,
     )
     .ways(&[Way::Path, Way::DropIn])
+    .claims(
+        "`CheckpointContainer`, and `CreateContainer` from it",
+        Outcome::Works,
+    )
     .on(Suite::has_cri_checkpoint),
     // To another name than the stock runtime's, containerd passes no work directory, where CRIU's log would
     // be.
@@ -29,6 +33,10 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only()
     .ways(&[Way::Named])
+    .claims(
+        "`CheckpointContainer`, and `CreateContainer` from it",
+        Outcome::Works,
+    )
     .on(Suite::has_cri_checkpoint),
     Point::new(
         "checkpoint: a container with a GPU, and one from it on another GPU",
@@ -36,6 +44,10 @@ pub const POINTS: &[Point] = &[
         gpu,
     )
     .firn_only()
+    .claims(
+        "`CheckpointContainer`, and `CreateContainer` from it on another GPU",
+        Outcome::Works,
+    )
     .on(Suite::has_cri_checkpoint),
     Point::new(
         "checkpoint: no container from one where the operator has not allowed it",
@@ -45,6 +57,10 @@ pub const POINTS: &[Point] = &[
     .firn_only()
     .on(Suite::has_cri_checkpoint),
     Point::new("checkpoint: containerd 1.7 has none", "Unimplemented", none)
+        .claims(
+            "`CheckpointContainer`",
+            Outcome::Broken("containerd 1.7 does not have it"),
+        )
         .on(|suite| !suite.has_cri_checkpoint()),
 ];
 

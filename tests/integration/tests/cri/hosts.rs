@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
-use firn_lab::{GpuHost, SimGpu, configure_pods, import_pod_images, install_network_plugin};
+use firn_lab::{FIRN, GpuHost, STOCK, SimGpu, configure_pods, import_pod_images, install_network_plugin};
 use firn_node::{GoOptions, Node, Platform, Suite, go_build};
 
 use crate::client::{CLIENT, Cri};
@@ -51,6 +51,15 @@ impl Way {
         match self {
             Self::Stock | Self::Path | Self::DropIn => "/run/containerd/runc",
             Self::Named => NAMED_ROOT,
+        }
+    }
+
+    /// How containerd's configuration names the runtime.
+    pub fn runtime(self) -> &'static str {
+        match self {
+            Self::Path => "runtime_path",
+            Self::Named => FIRN,
+            Self::Stock | Self::DropIn => STOCK,
         }
     }
 

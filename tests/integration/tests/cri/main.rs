@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Skip, matrix};
+use firn_lab::{Claims, Outcome, Skip, matrix};
 use firn_node::{Suite, go_lacks};
 
 use crate::client::Cri;
@@ -44,6 +44,8 @@ pub struct Point {
     stock: bool,
     /// What is done, and what a client sees of it, without times, pids and the like.
     scenario: fn(Cri<'_>) -> Result<String>,
+    /// What docs/guide/clients.md has of it.
+    claim: Option<(&'static str, Outcome<'static>)>,
 }
 
 impl Point {
@@ -61,6 +63,15 @@ impl Point {
             better: None,
             stock: true,
             scenario,
+            claim: None,
+        }
+    }
+
+    /// Has a row in docs/guide/clients.md.
+    pub const fn claims(self, operation: &'static str, outcome: Outcome<'static>) -> Self {
+        Self {
+            claim: Some((operation, outcome)),
+            ..self
         }
     }
 
@@ -119,11 +130,24 @@ fn main() -> ExitCode {
             let (name, hosts) = (matrix::name(point.name, hosts.platform), Arc::clone(hosts));
             trials.push(matrix::trial(name, move || match go_lacks() {
                 Some(reason) => Err(Skip::new(format!("the client is not built: {reason}")).into()),
-                None => prove(&hosts, point),
+                None => prove(&hosts, point).and_then(|()| claim(&hosts, point)),
             }));
         }
     }
-    matrix::run_trials(trials).exit_code()
+    matrix::run_with(&[], trials)
+}
+
+/// Reports what was seen of a point that has a row.
+fn claim(hosts: &Hosts, point: Point) -> Result<()> {
+    let Some((operation, outcome)) = point.claim else {
+        return Ok(());
+    };
+    for way in point.ways {
+        let report =
+            |cri: Cri<'_>| Claims::of_containerd(cri.host, "CRI", way.runtime())?.saw(operation, outcome);
+        hosts.with(*way, report)?;
+    }
+    Ok(())
 }
 
 /// Runs the scenario of a point with the stock shim and with firn.

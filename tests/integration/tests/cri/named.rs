@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{LOG, failure};
+use firn_lab::{LOG, Outcome, failure};
 use firn_node::wait_for;
 use serde_json::{Value, json};
 
@@ -17,6 +17,7 @@ pub const POINTS: &[Point] = &[
         "two go on, on both GPUs, with the files",
         replicas,
     )
+    .claims("restore by annotation, with GPUs", Outcome::Works)
     .firn_only(),
     Point::new(
         "restore by name: what is not allowed or not there",

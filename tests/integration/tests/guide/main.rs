@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
-mod console;
+mod scripts;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_documents::{Page, root};
+use firn_documents::{Page, console, root};
 use firn_lab::{BUNDLES, COUNTER, Container, FIRN, GpuHost, IMAGE, Lines, SimGpu, Skip, cases, matrix, on};
 use firn_node::{Platform, wait_for};
 
@@ -399,26 +399,6 @@ fn commands_of_the_pages_work_as_written(platform: Platform) -> Result<()> {
     })
 }
 
-/// `examples/ctr/one-node.sh`, on the same GPU and onto the other one.
-fn the_example_script_works_on_one_node(platform: Platform) -> Result<()> {
-    needs_pages()?;
-    on(pair(platform, "example")?, |[a, _]| {
-        let script = root().join("examples/ctr/one-node.sh");
-        a.node().install(script, "/usr/local/bin/one-node.sh", 0o755)?;
-        let map = format!("MAP={}={}", a.uuids()[0], a.uuids()[1]);
-        for environment in ["GPU=0", &map] {
-            let command = format!("{environment} one-node.sh {IMAGE} {COUNTER}");
-            let output = a.node().run(&["sh", "-euc", &command])?.stdout;
-            let job = Container::known(a, "firn-example").counting(1).moved_before();
-            job.goes_on(3)?;
-            let last = output.rsplit("remove it with: ").next().context("no last step")?;
-            a.node().run(&["sh", "-euc", last])?;
-            a.idle()?;
-        }
-        Ok(())
-    })
-}
-
 /// Every console block of the pages is run or has a reason, and no page is left out.
 fn every_console_block_is_run_or_has_a_reason() -> Result<()> {
     needs_pages()?;
@@ -449,14 +429,16 @@ fn every_console_block_is_run_or_has_a_reason() -> Result<()> {
 fn main() -> ExitCode {
     let cases = cases! {
         commands_of_the_pages_work_as_written [FORKY];
-        the_example_script_works_on_one_node [FORKY];
+        scripts::one_node_works [FORKY];
+        scripts::two_nodes_work [FORKY];
+        scripts::two_nodes_and_a_registry_work [FORKY];
     };
     let documents = [
         matrix::without_node(
             "every_console_block_is_run_or_has_a_reason",
             every_console_block_is_run_or_has_a_reason,
         ),
-        matrix::without_node("console::is_read", console::is_read),
+        matrix::without_node("scripts::every_example_is_run", scripts::every_example_is_run),
     ];
     matrix::run_with(&cases, documents)
 }

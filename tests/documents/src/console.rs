@@ -1,6 +1,6 @@
 //! Blocks of console input in documents: the commands, and the output that they show.
 
-use firn_documents::Page;
+use crate::Page;
 
 /// A block of console input and output.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -62,19 +62,21 @@ fn read(lines: &[String]) -> Block {
     block
 }
 
-/// What the functions above make of a small document.
-pub fn is_read() -> anyhow::Result<()> {
-    let document = "text\n```console\n# a \\\n    --b\n$ c\nafter 0.7 s, pid 4711\n```\n```\n# no\n```\n";
-    let expected = Block {
-        commands: vec!["a \\\n    --b".to_owned(), "c".to_owned()],
-        output: vec!["after 0.7 s, pid 4711".to_owned()],
-    };
-    let read = blocks(&Page::new("page.md", document));
-    anyhow::ensure!(read == [expected], "{read:?}");
-    let missing = |output| read[0].not_in(output).len();
-    anyhow::ensure!(
-        missing("x\nafter 12.25 s, pid 3\n") == 0 && missing("after 1 s\n") == 1,
-        "{read:?}"
-    );
-    Ok(())
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_read() {
+        let document = "text\n```console\n# a \\\n    --b\n$ c\nafter 0.7 s, pid 4711\n```\n```\n# no\n```\n";
+        let expected = Block {
+            commands: vec!["a \\\n    --b".to_owned(), "c".to_owned()],
+            output: vec!["after 0.7 s, pid 4711".to_owned()],
+        };
+        let read = blocks(&Page::new("page.md", document));
+        assert_eq!(read, [expected]);
+        let missing = |output| read[0].not_in(output).len();
+        assert_eq!(missing("x\nafter 12.25 s, pid 3\n"), 0);
+        assert_eq!(missing("after 1 s\n"), 1);
+    }
 }
