@@ -1,13 +1,22 @@
 //! The command line.
 
+pub mod checkpoint;
+pub mod relocate;
+pub mod restore;
+
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
+
 use crate::containerd::Socket;
 use crate::install::args::{InstallArgs, UninstallArgs};
+
 use crate::store::args::StoreCommand;
+use checkpoint::CheckpointArgs;
+use relocate::MoveArgs;
+use restore::RestoreArgs;
 
 const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
 
@@ -28,6 +37,7 @@ pub enum Command {
     Restore(RestoreArgs),
     Sign(SignArgs),
     Resume(ResumeArgs),
+    Move(MoveArgs),
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
     Status(StatusArgs),
@@ -116,32 +126,6 @@ pub struct AuditArgs {
     pub json: bool,
 }
 
-/// Checkpoint the containers of a Kubernetes pod at one moment.
-///
-/// All running containers of the pod stand still before the first is dumped, and go on afterwards. There are
-/// images of all of them, or of none: DIR/CONTAINER has the processes and the files that the container has
-/// written, as the kubelet's archive does. A pod restores them by its annotation firn.dev/restore-from.
-#[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Examples:\n  firn checkpoint --pod default/server /var/lib/firn/named/default\n\n\
-                  Exit status: 0 done, 1 failed, 2 wrong usage. All containers go on."
-)]
-pub struct CheckpointArgs {
-    /// The pod, as NAMESPACE/NAME. It runs on this node.
-    #[arg(long)]
-    pub pod: String,
-    /// The directory that gets the images. firn makes it if it is not there.
-    pub dir: PathBuf,
-    /// Namespace of the containers in containerd.
-    #[arg(long, short, default_value = "k8s.io")]
-    pub namespace: String,
-    #[command(flatten)]
-    pub containerd: Socket,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
-}
-
 /// Show the checkpoints, restores, pauses and moves that are in progress, and how far they are.
 ///
 /// Reads the bundles of containerd's shims. Changes nothing.
@@ -210,32 +194,6 @@ pub struct PlanArgs {
     /// Plan for another node: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Restore a container from an image directory, such as one that an error of firn names.
-///
-/// containerd creates the task; ctr and nerdctl manage the container afterwards. The container must still be
-/// known to containerd (`ctr containers list`) and have no task (`ctr tasks delete --force ID`). The
-/// directory stays.
-#[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Exit status: 0 the container runs, 1 it was not restored and nothing of it is left, 2 \
-                  wrong usage."
-)]
-pub struct RestoreArgs {
-    /// Id of the container.
-    pub id: String,
-    /// The image directory.
-    #[arg(long)]
-    pub dir: PathBuf,
-    #[command(flatten)]
-    pub containerd: ContainerdArgs,
-    /// File that receives what the container writes to its standard output and error; without, nothing does.
-    #[arg(long, value_name = "FILE")]
-    pub log: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -1,15 +1,22 @@
-//! The calls of containerd's API that a restore, a move and the store's gc need.
+//! The calls of containerd's API that firn's commands need.
 //!
 //! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
 //! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
 //! prost; `()` skips all fields.
 
 mod content;
+mod events;
+mod images;
+mod leases;
+mod snapshots;
+mod tasks;
+mod upload;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use futures_util::Stream;
 use hyper_util::rt::TokioIo;
 use prost::Message;
 use tokio::net::UnixStream;
@@ -21,13 +28,19 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
-pub use content::Descriptor;
+pub use content::{Content, Descriptor, Image, next};
+pub use events::{Phase, Phases};
+pub use snapshots::Snapshot;
+pub use tasks::TaskState;
 
 /// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
 pub const BUNDLES: &str = "io.containerd.runtime.v2.task";
 
 /// How long containerd may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// How many bytes of an answer may be under way.
+const WINDOW: u32 = 8 << 20;
 
 /// The option that names containerd's socket.
 #[derive(Debug, clap::Args)]
@@ -72,6 +85,9 @@ pub struct Container {
     pub id: String,
     #[prost(map = "string, string", tag = "2")]
     pub labels: HashMap<String, String>,
+    /// Name of the image that its root file system began with.
+    #[prost(string, tag = "3")]
+    pub image: String,
     #[prost(message, optional, tag = "4")]
     pub runtime: Option<Runtime>,
     /// The OCI spec, as JSON.
@@ -94,6 +110,13 @@ pub struct Runtime {
 
 #[derive(Clone, PartialEq, Message)]
 struct GotContainer {
+    #[prost(message, optional, tag = "1")]
+    container: Option<Container>,
+}
+
+/// `containerd.services.containers.v1.CreateContainerRequest`
+#[derive(Clone, PartialEq, Message)]
+struct CreateContainer {
     #[prost(message, optional, tag = "1")]
     container: Option<Container>,
 }
@@ -199,6 +222,11 @@ impl CallError {
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Call { status, .. } if status.code() == Code::NotFound)
     }
+
+    /// Whether what was to be made is there.
+    pub fn is_there(&self) -> bool {
+        matches!(self, Self::Call { status, .. } if status.code() == Code::AlreadyExists)
+    }
 }
 
 /// Makes calls from a program that is not asynchronous.
@@ -211,6 +239,8 @@ pub fn block_on<T>(calls: impl Future<Output = T>) -> std::io::Result<T> {
 pub struct Containerd {
     channel: Channel,
     namespace: AsciiMetadataValue,
+    /// Keeps what is made by the calls.
+    lease: Option<AsciiMetadataValue>,
 }
 
 impl Containerd {
@@ -222,7 +252,10 @@ impl Containerd {
             async move { UnixStream::connect(path).await.map(TokioIo::new) }
         });
         // Not looked at: the connection is a socket's.
-        let endpoint = Endpoint::from_static("http://containerd").connect_timeout(CONNECT);
+        let endpoint = Endpoint::from_static("http://containerd")
+            .connect_timeout(CONNECT)
+            .initial_stream_window_size(WINDOW)
+            .initial_connection_window_size(WINDOW);
         let channel = endpoint.connect_with_connector(dial).await;
         Ok(Self {
             channel: channel.map_err(|source| CallError::Connect {
@@ -230,6 +263,7 @@ impl Containerd {
                 source,
             })?,
             namespace: value,
+            lease: None,
         })
     }
 
@@ -238,6 +272,17 @@ impl Containerd {
             .call("/containerd.services.containers.v1.Containers/Get", id.to_owned())
             .await?;
         Ok(got.container.unwrap_or_default())
+    }
+
+    pub async fn create_container(&self, container: Container) -> Result<(), CallError> {
+        let call = "/containerd.services.containers.v1.Containers/Create";
+        let container = Some(container);
+        self.call(call, CreateContainer { container }).await
+    }
+
+    pub async fn delete_container(&self, id: &str) -> Result<(), CallError> {
+        let call = "/containerd.services.containers.v1.Containers/Delete";
+        self.call(call, id.to_owned()).await
     }
 
     /// The containers with this label.
@@ -317,6 +362,7 @@ impl Containerd {
         Ok(Self {
             channel: self.channel.clone(),
             namespace: namespace_value(namespace)?,
+            lease: None,
         })
     }
 
@@ -344,6 +390,23 @@ impl Containerd {
         Ok(answer.map_err(failed(call))?.into_inner())
     }
 
+    /// A call to which messages go while it answers.
+    async fn converse<Q, A>(
+        &self,
+        call: &'static str,
+        messages: impl Stream<Item = Q> + Send + 'static,
+    ) -> Result<Streaming<A>, CallError>
+    where
+        Q: Message + Send + Sync + 'static,
+        A: Message + Default + Send + Sync + 'static,
+    {
+        let (mut grpc, path) = (self.ready(call).await?, PathAndQuery::from_static(call));
+        let answer = grpc
+            .streaming(self.request(messages), path, ProstCodec::default())
+            .await;
+        Ok(answer.map_err(failed(call))?.into_inner())
+    }
+
     async fn ready(&self, call: &'static str) -> Result<Grpc<Channel>, CallError> {
         let mut grpc = Grpc::new(self.channel.clone()).max_decoding_message_size(content::MAX_ANSWER);
         let ready = grpc.ready().await;
@@ -355,6 +418,9 @@ impl Containerd {
         let mut request = Request::new(message);
         let metadata = request.metadata_mut();
         metadata.insert("containerd-namespace", self.namespace.clone());
+        if let Some(lease) = &self.lease {
+            metadata.insert("containerd-lease", lease.clone());
+        }
         request
     }
 }

@@ -1,8 +1,8 @@
-//! firn: shows checkpoints, workloads and nodes, restores image directories, moves containers to other GPUs,
-//! writes CDI files, and cleans the store for the memory of checkpoints.
+//! firn: checkpoints, restores and moves containers, shows checkpoints, workloads and nodes, writes CDI
+//! files, and cleans the store for the memory of checkpoints.
 //!
-//! Only `cdi generate`, `checkpoint`, `restore`, `resume`, `move-gpu`, `drain`, `install`, `uninstall` and
-//! `store` change anything. The driver is reached through `firn-gpu`.
+//! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `install`,
+//! `uninstall` and `store` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -10,6 +10,7 @@ mod agent;
 mod args;
 mod audit;
 mod cdi;
+mod checkpoint;
 mod containerd;
 mod doctor;
 mod drain;
@@ -19,13 +20,16 @@ mod install;
 mod leftovers;
 mod manual;
 mod moves;
+mod oci_image;
 mod output;
+mod place;
 mod plan;
-mod pod;
 mod program;
+mod relocate;
 mod restore;
 mod sign;
 mod status;
+mod steps;
 mod store;
 mod text;
 
@@ -50,7 +54,8 @@ fn main() -> ExitCode {
         Command::Sign(args) => sign::run(&args),
         Command::Restore(args) => restore::run(&args),
         Command::Resume(args) => moves::resume(&args),
-        Command::Checkpoint(args) => pod::run(&args),
+        Command::Checkpoint(args) => checkpoint::run(&args),
+        Command::Move(args) => relocate::run(&args),
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),

@@ -126,7 +126,7 @@ fn without_devices(
 }
 
 /// Looks for every mount that the restore needs.
-fn find_mounts(
+pub fn find_mounts(
     spec: &Spec,
     bundle: &Path,
     manifest: &Manifest,
@@ -164,7 +164,11 @@ fn read(
 }
 
 /// The spec as the shim would convert it at Create, and whether there was anything to convert.
-fn created(spec: Spec, config: &Config, there: Option<&Inventory>) -> Result<(Spec, bool), ProblemReport> {
+pub fn created(
+    spec: Spec,
+    config: &Config,
+    there: Option<&Inventory>,
+) -> Result<(Spec, bool), ProblemReport> {
     let rules = Rules::of(&spec, None)?;
     let by_names = match GpuRequest::of(&spec, &rules) {
         GpuRequest::Named(request) => request.source.is_enabled(&config.create),

@@ -1,5 +1,6 @@
-//! Numbers as people read them.
+//! Numbers and commands as people read them.
 
+use std::path::Path;
 use std::time::Duration;
 
 /// Bytes in the largest binary unit that keeps at least one digit before the point.
@@ -24,6 +25,18 @@ pub fn rate(count: u64, seconds: f64) -> String {
     let nanoseconds = Duration::try_from_secs_f64(seconds).map_or(u128::MAX, |time| time.as_nanos());
     let rate = u128::from(count) * 1_000_000_000 / nanoseconds.max(1);
     format!("{}/s", bytes(u64::try_from(rate).unwrap_or(u64::MAX)))
+}
+
+/// How ctr is called for this socket and namespace.
+pub fn ctr(address: &Path, namespace: &str) -> String {
+    let address = match address.to_str() {
+        Some("/run/containerd/containerd.sock") => String::new(),
+        _ => format!(" --address {}", address.display()),
+    };
+    match namespace {
+        "default" => format!("ctr{address}"),
+        _ => format!("ctr{address} --namespace {namespace}"),
+    }
 }
 
 /// Version of CUDA from the number that the driver gives.

@@ -211,6 +211,12 @@ pub const STORES: &str = "/var/lib/firn/stores";
 /// Default directory for complete images that their client may otherwise remove.
 pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 
+/// Directory in which `firn restore` unpacks checkpoints until their containers run.
+pub const RESTORE_DIR: &str = "/var/lib/firn/restore";
+
+/// Annotation of a checkpoint image's index: the id of the container.
+pub const ANNOTATION_CONTAINER: &str = "firn.dev/container";
+
 /// Prefix of the directories for complete images that are put next to containerd's temporary ones,
 /// where those are on another file system than the rescue directory.
 pub const RESCUE_PREFIX: &str = "firn-rescue-";

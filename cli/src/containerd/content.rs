@@ -1,7 +1,9 @@
-//! Images and the content store: what the calls of `firn store gc` need.
+//! Reading of images and of the content store.
+
+use std::collections::HashMap;
 
 use prost::Message;
-use tonic::Code;
+use tonic::{Code, Streaming};
 
 use super::{CallError, Containerd};
 
@@ -13,6 +15,8 @@ pub(super) const MAX_ANSWER: usize = 16 << 20;
 pub struct Image {
     #[prost(string, tag = "1")]
     pub name: String,
+    #[prost(map = "string, string", tag = "2")]
+    pub labels: HashMap<String, String>,
     #[prost(message, optional, tag = "3")]
     pub target: Option<Descriptor>,
 }
@@ -26,6 +30,8 @@ pub struct Descriptor {
     pub digest: String,
     #[prost(int64, tag = "3")]
     pub size: i64,
+    #[prost(map = "string, string", tag = "5")]
+    pub annotations: HashMap<String, String>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -58,9 +64,54 @@ struct ReadContent {
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Content {
+pub struct Content {
     #[prost(bytes = "vec", tag = "2")]
-    data: Vec<u8>,
+    pub data: Vec<u8>,
+}
+
+/// `containerd.services.content.v1.UpdateRequest`
+#[derive(Clone, PartialEq, Message)]
+struct UpdateContent {
+    #[prost(message, optional, tag = "1")]
+    info: Option<Labelled>,
+    #[prost(message, optional, tag = "2")]
+    mask: Option<FieldMask>,
+}
+
+/// `containerd.services.content.v1.Info`, to change its labels.
+#[derive(Clone, PartialEq, Message)]
+struct Labelled {
+    #[prost(string, tag = "1")]
+    digest: String,
+    #[prost(map = "string, string", tag = "5")]
+    labels: HashMap<String, String>,
+}
+
+/// `google.protobuf.FieldMask`
+#[derive(Clone, PartialEq, Message)]
+struct FieldMask {
+    #[prost(string, repeated, tag = "1")]
+    paths: Vec<String>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct GotInfo {
+    #[prost(message, optional, tag = "1")]
+    info: Option<Info>,
+}
+
+/// `containerd.services.content.v1.Info`
+#[derive(Clone, PartialEq, Message)]
+struct Info {
+    #[prost(int64, tag = "2")]
+    size: i64,
+}
+
+const READ: &str = "/containerd.services.content.v1.Content/Read";
+
+/// The next part of a blob; none at its end.
+pub async fn next(blob: &mut Streaming<Content>) -> Result<Option<Content>, CallError> {
+    blob.message().await.map_err(super::failed(READ))
 }
 
 impl Containerd {
@@ -91,16 +142,46 @@ impl Containerd {
         }
     }
 
+    /// Bytes of a blob.
+    pub async fn size(&self, digest: &str) -> Result<i64, CallError> {
+        let call = "/containerd.services.content.v1.Content/Info";
+        let got: GotInfo = self.call(call, digest.to_owned()).await?;
+        Ok(got.info.unwrap_or_default().size)
+    }
+
+    /// Adds labels to a blob.
+    pub async fn label_blob(&self, digest: &str, labels: HashMap<String, String>) -> Result<(), CallError> {
+        let call = "/containerd.services.content.v1.Content/Update";
+        let paths = labels.keys().map(|key| format!("labels.{key}")).collect();
+        let info = Labelled {
+            digest: digest.to_owned(),
+            labels,
+        };
+        let request = UpdateContent {
+            info: Some(info),
+            mask: Some(FieldMask { paths }),
+        };
+        self.call(call, request).await
+    }
+
+    /// A whole blob, in parts.
+    pub async fn blob(&self, digest: &str) -> Result<Streaming<Content>, CallError> {
+        let request = ReadContent {
+            digest: digest.to_owned(),
+            ..ReadContent::default()
+        };
+        self.stream(READ, request).await
+    }
+
     async fn read(&self, digest: &str, offset: u64, size: u64) -> Result<Vec<u8>, CallError> {
-        let call = "/containerd.services.content.v1.Content/Read";
         let request = ReadContent {
             digest: digest.to_owned(),
             offset: i64::try_from(offset).unwrap_or(i64::MAX),
             size: i64::try_from(size).unwrap_or(i64::MAX),
         };
         let (mut bytes, size) = (Vec::new(), usize::try_from(size).unwrap_or(usize::MAX));
-        let mut parts = self.stream::<_, Content>(call, request).await?;
-        while let Some(part) = parts.message().await.map_err(super::failed(call))? {
+        let mut parts = self.stream::<_, Content>(READ, request).await?;
+        while let Some(part) = parts.message().await.map_err(super::failed(READ))? {
             bytes.extend(part.data);
             if bytes.len() >= size {
                 break;

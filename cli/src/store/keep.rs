@@ -170,6 +170,7 @@ async fn of_image(containerd: &Containerd, target: Descriptor) -> Result<Vec<Dig
         media_type,
         digest,
         size,
+        ..
     } = target;
     let size = u64::try_from(size).unwrap_or(0);
     let (mut found, mut parts) = (

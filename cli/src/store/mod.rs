@@ -1,6 +1,6 @@
 //! `firn store`: the store for the memory of checkpoints.
 
-mod archive;
+pub mod archive;
 pub mod args;
 mod bucket;
 mod export;

@@ -99,8 +99,8 @@ pub(crate) enum TaskError {
          hint: firn checkpoint sends it"
     )]
     PodSetting,
-    #[error("{}", of_pod(id, source))]
-    Pod { id: String, source: Box<TaskError> },
+    #[error("{}", of_pod(id, cause))]
+    Pod { id: String, cause: Box<TaskError> },
     #[error("{}", firn_host::ProblemLine(_0))]
     Layer(#[from] LayerError),
     #[error(transparent)]
@@ -159,7 +159,7 @@ impl TaskError {
                 ..
             }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
-            Self::Pod { source, .. } => source.code(),
+            Self::Pod { cause, .. } => cause.code(),
             Self::Options(_) | Self::Annotation { .. } | Self::PodSetting => Code::INVALID_ARGUMENT,
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,

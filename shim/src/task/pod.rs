@@ -82,9 +82,9 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
     }
     match failure {
         None => Ok(Empty::default()),
-        Some((id, source)) => Err(TaskError::Pod {
+        Some((id, cause)) => Err(TaskError::Pod {
             id,
-            source: Box::new(source),
+            cause: Box::new(cause),
         }),
     }
 }

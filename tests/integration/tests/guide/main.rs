@@ -51,7 +51,13 @@ const PAGES: &[Story] = &[
             Send("job.tar"),
             B(3),
             Do(b_counts),
-            Left(4, "runs this suite"),
+            Do(b_removes),
+            Do(a_removes_file),
+            A(4),
+            Send("job.tar"),
+            B(5),
+            Do(b_counts),
+            Left(6, "runs this suite"),
         ],
         replace: &[],
     },
@@ -77,7 +83,15 @@ const PAGES: &[Story] = &[
             Send("job.tar"),
             B(4),
             Do(b_counts),
-            A(5),
+            Do(b_removes),
+            Left(5, "needs ssh; the suite tool moves with a program in its place"),
+            Do(a_removes_file),
+            A(6),
+            Do(a_counts),
+            Send("job.tar"),
+            B(7),
+            Do(b_counts),
+            A(8),
             Do(a_counts),
         ],
         replace: &[],
@@ -217,6 +231,14 @@ fn a_counts([a, _]: &[GpuHost; 2]) -> Result<()> {
 
 fn a_counts_twice([a, _]: &[GpuHost; 2]) -> Result<()> {
     counts(a, 2)
+}
+
+fn b_removes([_, b]: &[GpuHost; 2]) -> Result<()> {
+    Container::known(b, "job").remove()
+}
+
+fn a_removes_file([a, _]: &[GpuHost; 2]) -> Result<()> {
+    fs::remove_file(a.node().path("/srv/job.tar")).context("remove job.tar")
 }
 
 fn b_counts([_, b]: &[GpuHost; 2]) -> Result<()> {

@@ -15,10 +15,11 @@ use firn_host::{Problem, ProblemLine};
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::args::CheckpointArgs;
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
 use crate::output::{self, line, note};
+
+use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
 const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
@@ -57,17 +58,18 @@ enum PodError {
 
 pub fn run(args: &CheckpointArgs) -> Result<bool> {
     let begun = Instant::now();
-    let doing = format!("checkpoint of pod {}", args.pod);
-    match block_on(with_progress(&doing, checkpoint(args)))? {
+    let pod = args.pod.as_deref().unwrap_or_default();
+    let doing = format!("checkpoint of pod {pod}");
+    match block_on(with_progress(&doing, checkpoint(args, pod)))? {
         Ok(images) => {
             let took = begun.elapsed();
             match args.json {
-                true => output::json(&json!({"pod": args.pod, "images": images, "ms": took.as_millis()}))?,
+                true => output::json(&json!({"pod": pod, "images": images, "ms": took.as_millis()}))?,
                 false => {
                     for (name, image) in &images {
                         line!("{name}: {}", image.display());
                     }
-                    line!("{} goes on, after {:.1} s", args.pod, took.as_secs_f64());
+                    line!("{pod} goes on, after {:.1} s", took.as_secs_f64());
                 }
             }
             Ok(true)
@@ -88,11 +90,11 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
 }
 
 /// Returns the image of each container, by its name in the pod.
-async fn checkpoint(args: &CheckpointArgs) -> Result<BTreeMap<String, PathBuf>, PodError> {
-    let containerd = Containerd::connect(&args.containerd.address, &args.namespace).await?;
-    let containers = containers(&containerd, &args.pod).await?;
-    let dir = std::path::absolute(&args.dir).map_err(|source| PodError::Directory {
-        path: args.dir.clone(),
+async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String, PathBuf>, PodError> {
+    let containerd = Containerd::connect(&args.containerd.address, args.namespace()).await?;
+    let containers = containers(&containerd, pod).await?;
+    let dir = std::path::absolute(&args.container).map_err(|source| PodError::Directory {
+        path: args.container.clone().into(),
         source,
     })?;
     let mut made = Made(Vec::new());

@@ -1,0 +1,63 @@
+//! The command line of `firn move`.
+
+use clap::Args;
+
+use crate::args::ContainerdArgs;
+
+const HELP: &str = "Examples:
+  firn move job root@gpu-8
+  firn move job root@gpu-8 --gpus 2,3
+  firn move job root@gpu-8 --dry-run
+  firn move job root@gpu-8 --ssh 'ssh -p 2222 -i /root/.ssh/moves'
+
+Exit status: 0 the container runs there (with --dry-run: nothing is in the way), 1 it was not moved and goes \
+on here, or the error names what to do, 2 wrong usage.";
+
+/// Move a container to another node, over ssh.
+///
+/// Checks both nodes first. The container stands still while its checkpoint goes through ssh and is restored
+/// there; it is removed here once the copy runs. After a failure it goes on here. If the connection is lost
+/// while the copy may have begun to run, the container stays paused here, and the error names what to do. The
+/// other node needs firn, the same driver, and a root login by key.
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct MoveArgs {
+    /// Id of the container.
+    pub container: String,
+    /// The other node, as ssh takes it: USER@HOST.
+    pub target: String,
+    /// Id of the container there. Default: the same.
+    #[arg(long, value_name = "ID")]
+    pub name: Option<String>,
+    /// GPUs of the other node, by UUID or by the index of nvidia-smi, with commas.
+    #[arg(long, value_name = "GPUS")]
+    pub gpus: Option<String>,
+    /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
+    #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
+    pub gpu_map: Option<String>,
+    /// Only check both nodes.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// The program that runs a command there, with its options, as rsync's -e.
+    #[arg(
+        long,
+        value_name = "COMMAND",
+        default_value = "ssh -o BatchMode=yes -o ServerAliveInterval=15"
+    )]
+    pub ssh: String,
+    /// firn's program there.
+    #[arg(long, value_name = "PATH", default_value = "firn")]
+    pub remote_firn: String,
+    #[command(flatten)]
+    pub containerd: ContainerdArgs,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl MoveArgs {
+    /// Id of the copy.
+    pub fn name(&self) -> &str {
+        self.name.as_deref().unwrap_or(&self.container)
+    }
+}

@@ -1,0 +1,70 @@
+//! The command line of `firn restore`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::args::ContainerdArgs;
+use crate::place::Kind;
+
+const HELP: &str = "Examples:
+  firn restore checkpoint/job
+  firn restore job.tar --name job2 --gpus 2,3
+  firn restore checkpoint/job --gpus 1 --dry-run
+  firn restore ./images/job --name job
+  firn restore --dir /srv/job job
+
+A path begins with /, ./ or ../, or ends with / or .tar; - is standard input. Other names are images, unless \
+a file or directory has the name: then write ./NAME, or add --as ref.
+
+Exit status: 0 the container runs (with --dry-run: would be restored), 1 it was not restored and nothing of \
+it is left, 2 wrong usage.";
+
+/// Restore a container from a checkpoint.
+///
+/// From an image (REF) or a tar file (FILE), of firn or of `ctr containers checkpoint --rw --task`,
+/// containerd gets a new container. An image directory (DIR), such as one that an error of firn names, is
+/// restored into a container that containerd still knows (`ctr containers list`) and that has no task
+/// (`ctr tasks delete --force ID`); the directory stays. ctr and nerdctl manage the container afterwards.
+#[derive(Debug, Args)]
+#[command(after_help = HELP)]
+pub struct RestoreArgs {
+    /// The checkpoint. With --dir: id of the container.
+    #[arg(value_name = "REF|FILE|DIR")]
+    pub from: String,
+    /// The image directory; the argument is the container's id then.
+    #[arg(long, conflicts_with_all = ["name", "kind", "explain"])]
+    pub dir: Option<PathBuf>,
+    /// Id of the container. Default: that of the source; an image directory needs it.
+    #[arg(long, value_name = "ID")]
+    pub name: Option<String>,
+    /// GPUs of this node, by UUID or by the index of nvidia-smi, with commas: as many as the checkpoint has.
+    #[arg(long, value_name = "GPUS")]
+    pub gpus: Option<String>,
+    /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
+    #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
+    pub gpu_map: Option<String>,
+    /// Only show whether it would be restored, and onto which GPUs.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// What the argument is, if its form does not decide.
+    #[arg(long = "as", value_name = "KIND")]
+    pub kind: Option<Kind>,
+    /// Print the commands of ctr that do the same, and do nothing.
+    #[arg(long)]
+    pub explain: bool,
+    /// Only show what this node is, for `firn move`: whether it has this image and the container.
+    #[arg(long, value_name = "IMAGE", hide = true, requires = "name")]
+    pub check: Option<String>,
+    /// Where the checkpoint is unpacked until the container runs.
+    #[arg(long, value_name = "DIR", default_value = firn_config::names::RESTORE_DIR)]
+    pub work_dir: PathBuf,
+    #[command(flatten)]
+    pub containerd: ContainerdArgs,
+    /// File that receives what the container writes to its standard output and error; without, nothing does.
+    #[arg(long, value_name = "FILE")]
+    pub log: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}

@@ -1,0 +1,80 @@
+//! Why there is no checkpoint of a container.
+
+use std::io;
+use std::path::PathBuf;
+
+use firn_host::{Problem, ProblemLine};
+
+use crate::containerd::CallError;
+use crate::moves::is_firns;
+use crate::oci_image::ImageError;
+use crate::place::Ambiguous;
+
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum CheckpointError {
+    #[error("containerd knows no container {id} in namespace {namespace}")]
+    #[problem("FIRN-NO-CONTAINER", "see `ctr containers list` and --namespace")]
+    NoContainer { id: String, namespace: String },
+    #[error("container {id} does not run")]
+    #[problem(
+        "FIRN-NOT-RUNNING",
+        "only a running or paused container can be checkpointed: see `ctr tasks list`"
+    )]
+    NotRunning { id: String },
+    #[error("container {id} was made without an image or without a snapshot")]
+    #[problem(
+        "FIRN-NO-IMAGE",
+        "checkpoint it into a directory (`firn checkpoint ID ./DIR`), and restore it into a container with \
+         the same root file system"
+    )]
+    NoBase { id: String },
+    #[error("{what} is there already")]
+    #[problem(
+        "FIRN-EXISTS",
+        "take another name, or remove it: `ctr images rm --sync NAME`, `rm -r PATH`"
+    )]
+    Exists { what: String },
+    #[error("cannot make {}", path.display())]
+    #[problem(
+        "FIRN-FILE",
+        "name a place whose parent directory is there and can be written"
+    )]
+    Make { path: PathBuf, source: io::Error },
+    #[error("the checkpoint of container {id} was interrupted")]
+    #[problem("FIRN-INTERRUPTED", "nothing is left of it, and the container is as it was")]
+    Interrupted { id: String },
+    #[error("the shim of container {id} makes no image directories: {message}")]
+    #[problem(
+        "FIRN-CHECKPOINT-CLIENT",
+        "run the container with io.containerd.firn.v2 and the shim of this version, or name an image or a \
+         file in the place of the directory"
+    )]
+    Shim { id: String, message: String },
+    #[error("container {id} stands still and cannot be resumed: {message}")]
+    #[problem("FIRN-CONTAINERD", "resume it: `ctr tasks resume ID`")]
+    StillPaused { id: String, message: String },
+    #[error("cannot handle signals")]
+    #[problem("FIRN-FILE", "see the cause")]
+    Signals(#[from] io::Error),
+    #[error(transparent)]
+    Place(#[from] Ambiguous),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+impl CheckpointError {
+    /// With its code and hint, unless the shim has given both.
+    pub fn shown(&self) -> String {
+        let call = match self {
+            Self::Call(call) | Self::Image(ImageError::Call(call)) => Some(call),
+            _ => None,
+        };
+        match call {
+            Some(CallError::Call { status, .. }) if is_firns(status.message()) => status.message().to_owned(),
+            _ => ProblemLine(self).to_string(),
+        }
+    }
+}

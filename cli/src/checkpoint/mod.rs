@@ -1,0 +1,119 @@
+//! `firn checkpoint`: a container, or all containers of a pod, as an image, a tar file or an image directory.
+
+mod error;
+mod explain;
+mod interrupt;
+mod pod;
+mod source;
+mod target;
+
+use std::time::Instant;
+
+use anyhow::Result;
+use serde_json::json;
+
+pub use error::CheckpointError;
+pub use interrupt::Interrupts;
+pub use source::{Found as SourceFound, Source};
+
+use crate::args::checkpoint::CheckpointArgs;
+use crate::containerd::{Containerd, block_on};
+use crate::output::{self, line, note};
+use crate::place::Place;
+use crate::steps::Steps;
+use crate::text;
+use target::Target;
+
+/// True: done.
+pub fn run(args: &CheckpointArgs) -> Result<bool> {
+    let (None, Some(to)) = (&args.pod, &args.to) else {
+        return pod::run(args);
+    };
+    let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
+    let done = match Place::of(to, args.kind) {
+        Ok(place) if args.explain => {
+            explain::print(args, &place);
+            return Ok(true);
+        }
+        Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|bytes| (place, bytes)),
+        Err(ambiguous) => Err(ambiguous.into()),
+    };
+    match done {
+        Ok((place, bytes)) => {
+            print(args, &place, bytes, begun, &steps)?;
+            Ok(true)
+        }
+        Err(error) => {
+            match args.json {
+                true => output::json(&json!({"failure": error.shown()}))?,
+                false => note!("firn: {}", error.shown()),
+            }
+            Ok(false)
+        }
+    }
+}
+
+fn print(args: &CheckpointArgs, place: &Place, bytes: u64, begun: Instant, steps: &Steps) -> Result<()> {
+    let (id, took, shown) = (&args.container, begun.elapsed(), place.shown());
+    if args.json {
+        return output::json(&json!({
+            "container": id, "namespace": args.namespace(), "kind": place.kind(), "image": shown,
+            "bytes": bytes, "ms": took.as_millis(), "exited": args.exit, "phases": steps.as_json(),
+        }));
+    }
+    let goes = if args.exit { "has ended" } else { "goes on" };
+    let (size, seconds) = (text::bytes(bytes), took.as_secs_f64());
+    line!("{shown}: {size}. {id} {goes}, after {seconds:.1} s");
+    Ok(())
+}
+
+/// Returns the bytes of the checkpoint.
+async fn checkpoint(args: &CheckpointArgs, place: &Place, steps: &mut Steps) -> Result<u64, CheckpointError> {
+    let (id, namespace) = (&args.container, args.namespace());
+    let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
+    let found = Source::find(&containerd, namespace, id).await?;
+    if !matches!(place, Place::Dir(_)) {
+        found.expect_base()?;
+    }
+    let mut interrupts = Interrupts::new()?;
+    // Order matters: what is in the way is found before the container stands still.
+    let mut target = Target::begin(&containerd, place).await?;
+    let source = match found.begin(&containerd).await {
+        Ok(source) => source,
+        Err(error) => {
+            target.discard(&containerd).await;
+            return Err(error);
+        }
+    };
+    let paused = source.pause(steps).await;
+    let work = async {
+        paused?;
+        target.fill(&source, steps).await
+    };
+    let done = match interrupts.unless(work).await {
+        Some(done) => done,
+        None => Err(CheckpointError::Interrupted { id: id.clone() }),
+    };
+    let ended = match &done {
+        Ok(_) if args.exit => source.end(steps).await,
+        Ok(_) => source.resume().await,
+        Err(_) => {
+            target.discard(&containerd).await;
+            let resumed = source.resume().await;
+            // A shim that worked on may have put something there until then.
+            target.discard(&containerd).await;
+            resumed
+        }
+    };
+    if let Err(error) = source.release().await {
+        note!("firn: what was written for the checkpoint is left for a day: {error}");
+    }
+    match (done, ended) {
+        (done, Ok(())) => done,
+        (Ok(_), Err(error)) => Err(error),
+        (Err(error), Err(other)) => {
+            note!("firn: {}", error.shown());
+            Err(other)
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! A container that is checkpointed into containerd's content store.
+//!
+//! It stands still from before its processes are dumped until the checkpoint is complete, so that the files
+//! that it has written are those of that moment. It is ended only after that: a failure never costs it.
+
+use std::time::{Duration, Instant};
+
+use prost::Message;
+use tokio::time::sleep;
+
+use super::error::CheckpointError;
+use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
+use crate::oci_image::{Blob, Index, Part, media};
+use crate::steps::Steps;
+
+/// How long a container is tried to be resumed.
+const ROLLBACK: Duration = Duration::from_secs(120);
+
+/// How often.
+const POLL: Duration = Duration::from_millis(200);
+
+/// Options of a checkpoint, as those of runc's shims.
+const OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
+
+/// `containerd.runc.v1.CheckpointOptions`, as far as ctr sets them.
+#[derive(Clone, PartialEq, Message)]
+struct CheckpointOptions {
+    #[prost(bool, tag = "5")]
+    file_locks: bool,
+}
+
+/// A checkpoint that is complete in the content store.
+pub struct Taken {
+    /// The blob of the index.
+    pub part: Part,
+    pub index: Index,
+}
+
+/// A container that runs or is paused.
+pub struct Source {
+    /// Under the lease.
+    pub containerd: Containerd,
+    pub container: Container,
+    pub namespace: String,
+    lease: String,
+    was_paused: bool,
+}
+
+impl Source {
+    /// Looks the container up. Changes nothing.
+    pub async fn find(containerd: &Containerd, namespace: &str, id: &str) -> Result<Found, CheckpointError> {
+        let (id, namespace) = (id.to_owned(), namespace.to_owned());
+        let container = match containerd.container(&id).await {
+            Err(error) if error.is_absent() => return Err(CheckpointError::NoContainer { id, namespace }),
+            container => container?,
+        };
+        match containerd.task_state(&id).await? {
+            Some(state @ (TaskState::Running | TaskState::Paused)) => Ok(Found {
+                container,
+                namespace,
+                was_paused: state == TaskState::Paused,
+            }),
+            _ => Err(CheckpointError::NotRunning { id }),
+        }
+    }
+
+    fn id(&self) -> &str {
+        &self.container.id
+    }
+
+    /// Pauses it.
+    pub async fn pause(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
+        if !self.was_paused {
+            steps.begin("pause");
+            self.containerd.pause(self.id()).await?;
+        }
+        Ok(())
+    }
+
+    /// Checkpoints the container, which stands still.
+    pub async fn take(&self, steps: &mut Steps) -> Result<Taken, CheckpointError> {
+        let containerd = &self.containerd;
+        let options = Any {
+            type_url: OPTIONS.to_owned(),
+            value: CheckpointOptions { file_locks: true }.encode_to_vec(),
+        };
+        steps.begin("checkpoint");
+        let dump = containerd.checkpoint(self.id(), options.clone());
+        let dumped = steps.follow(containerd, (&self.namespace, self.id()), dump).await;
+        let mut parts = match dumped {
+            Ok(descriptors) => descriptors.into_iter().map(Part::here).collect(),
+            Err(error) if error.is_there() => self.dumped_before(error).await?,
+            Err(error) => return Err(error.into()),
+        };
+        steps.begin("files");
+        parts.push(self.files().await?);
+        steps.begin("index");
+        let mut blobs = vec![Blob::new(media::OPTIONS, options.encode_to_vec())];
+        let runtime = self.container.runtime.clone().unwrap_or_default();
+        if let Some(options) = runtime.options.filter(|options| !options.value.is_empty()) {
+            blobs.push(Blob::new(media::RUNTIME_OPTIONS, options.encode_to_vec()));
+        }
+        for blob in &blobs {
+            blob.upload(containerd, &[]).await?;
+            parts.push(blob.part.clone());
+        }
+        let index = Index::new(&self.container, parts);
+        let json = serde_json::to_vec(&index).unwrap_or_default();
+        let blob = Blob::new(media::INDEX, json);
+        blob.upload(containerd, &index.manifests).await?;
+        steps.end();
+        Ok(Taken {
+            part: blob.part,
+            index,
+        })
+    }
+
+    /// containerd 1.7 fails after the dump if it has the container's spec already, as from a checkpoint
+    /// before: what it has written is under the lease.
+    async fn dumped_before(&self, failed: CallError) -> Result<Vec<Part>, CheckpointError> {
+        let spec = self.container.spec.clone().unwrap_or_default().encode_to_vec();
+        let spec = Blob::new(media::SPEC, spec).part;
+        let mut parts = Vec::new();
+        for digest in self.containerd.leased_blobs(&self.lease).await? {
+            if digest != spec.digest {
+                let size = self.containerd.size(&digest).await?;
+                let media_type = media::CHECKPOINT.to_owned();
+                parts.push(Part::here(crate::containerd::Descriptor {
+                    media_type,
+                    digest,
+                    size,
+                    ..Default::default()
+                }));
+            }
+        }
+        if parts.is_empty() {
+            return Err(failed.into());
+        }
+        parts.push(spec);
+        Ok(parts)
+    }
+
+    /// The files that the container has written.
+    async fn files(&self) -> Result<Part, CheckpointError> {
+        let containerd = &self.containerd;
+        let (snapshotter, key) = (&*self.container.snapshotter, &*self.container.snapshot_key);
+        let own = Snapshot { snapshotter, key };
+        let parent = containerd.parent_of(own).await?.unwrap_or_default();
+        let view = format!("firn-{}-parent", self.lease);
+        let below = Snapshot {
+            snapshotter,
+            key: &view,
+        };
+        let left = containerd.view(below, &parent).await?;
+        let right = containerd.mounts(&self.container).await?;
+        let made = containerd.diff(left, right, media::LAYER).await;
+        let removed = containerd.remove_snapshot(below).await;
+        let made = made?;
+        removed?;
+        Ok(Part::here(made))
+    }
+
+    /// Lets it go on as it was found.
+    ///
+    /// Order matters: the shim resumes it after the rollback of a checkpoint that was interrupted, for which
+    /// the call waits. What the freezer is in the middle of one means nothing.
+    pub async fn resume(&self) -> Result<(), CheckpointError> {
+        if self.was_paused {
+            return Ok(());
+        }
+        let until = Instant::now() + ROLLBACK;
+        loop {
+            let Err(failed) = self.containerd.resume(self.id()).await else {
+                return Ok(());
+            };
+            match self.containerd.task_state(self.id()).await? {
+                Some(TaskState::Paused) if Instant::now() > until => {
+                    let (id, message) = (self.id().to_owned(), failed.to_string());
+                    return Err(CheckpointError::StillPaused { id, message });
+                }
+                Some(TaskState::Paused) => sleep(POLL).await,
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Ends it, while it stands still: none of its threads runs again.
+    pub async fn end(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
+        steps.begin("exit");
+        self.containerd.kill(self.id()).await?;
+        self.containerd.wait(self.id()).await?;
+        self.containerd.delete(self.id()).await?;
+        steps.end();
+        Ok(())
+    }
+
+    /// Removes what only the lease keeps.
+    pub async fn release(&self) -> Result<(), CallError> {
+        self.containerd.end_lease(&self.lease).await
+    }
+}
+
+/// A container that can be checkpointed, by what containerd knows of it.
+pub struct Found {
+    pub container: Container,
+    pub namespace: String,
+    was_paused: bool,
+}
+
+impl Found {
+    /// A checkpoint image names the image and the snapshotter of its container.
+    pub fn expect_base(&self) -> Result<(), CheckpointError> {
+        match self.container.image.is_empty() || self.container.snapshot_key.is_empty() {
+            true => Err(CheckpointError::NoBase {
+                id: self.container.id.clone(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins a lease for what will be written.
+    pub async fn begin(self, containerd: &Containerd) -> Result<Source, CheckpointError> {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        let nanos = now.unwrap_or_default().as_nanos();
+        let lease = format!("firn-{}-{nanos}", std::process::id());
+        Ok(Source {
+            containerd: containerd.with_lease(&lease).await?,
+            container: self.container,
+            namespace: self.namespace,
+            lease,
+            was_paused: self.was_paused,
+        })
+    }
+}

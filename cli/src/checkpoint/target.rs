@@ -1,0 +1,170 @@
+//! What a checkpoint becomes: made before the container stands still, and removed after a failure.
+
+use std::collections::HashMap;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+use firn_host::UnlessAbsent;
+use serde_json::json;
+
+use super::error::CheckpointError;
+use super::source::Source;
+use crate::containerd::{CallError, Containerd, Image};
+use crate::moves::is_firns;
+use crate::oci_image::{self, ImageError, Layout};
+use crate::output::note;
+use crate::place::Place;
+use crate::steps::Steps;
+
+/// The place of a checkpoint that is being made.
+pub enum Target {
+    /// Whether the record of the image was made.
+    Image(String, bool),
+    File(PathBuf, File),
+    /// With whether the directory was made, too.
+    Dir(PathBuf, bool),
+}
+
+impl Target {
+    /// Fails if something is there already.
+    pub async fn begin(containerd: &Containerd, place: &Place) -> Result<Self, CheckpointError> {
+        match place {
+            Place::Ref(name) => match containerd.image(name).await? {
+                None => Ok(Self::Image(name.clone(), false)),
+                Some(_) => Err(CheckpointError::Exists {
+                    what: format!("image {name}"),
+                }),
+            },
+            Place::File(path) => {
+                let file = OpenOptions::new()
+                    .write(true)
+                    .create_new(true)
+                    .mode(0o600)
+                    .open(path);
+                Ok(Self::File(path.clone(), file.map_err(made(path))?))
+            }
+            Place::Dir(path) => {
+                let path = std::path::absolute(path).map_err(made(path))?;
+                let is_new = match DirBuilder::new().mode(0o700).create(&path) {
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => false,
+                    result => result.map(|()| true).map_err(made(&path))?,
+                };
+                for name in [names::ARCHIVE_IMAGE, names::ARCHIVE_LAYER] {
+                    let inside = path.join(name);
+                    if inside.symlink_metadata().is_ok() {
+                        return Err(CheckpointError::Exists {
+                            what: inside.display().to_string(),
+                        });
+                    }
+                }
+                Ok(Self::Dir(path, is_new))
+            }
+        }
+    }
+
+    /// Checkpoints the container, which stands still. Returns the bytes of the checkpoint.
+    pub async fn fill(&mut self, source: &Source, steps: &mut Steps) -> Result<u64, CheckpointError> {
+        match self {
+            Self::Image(name, is_made) => {
+                let taken = source.take(steps).await?;
+                let image = Image {
+                    name: name.clone(),
+                    target: Some(taken.part.descriptor()),
+                    ..Image::default()
+                };
+                match source.containerd.create_image(image).await {
+                    Err(error) if error.is_there() => {
+                        let what = format!("image {name}");
+                        return Err(CheckpointError::Exists { what });
+                    }
+                    created => created?,
+                }
+                *is_made = true;
+                Ok(taken.index.bytes())
+            }
+            Self::File(path, file) => {
+                let taken = source.take(steps).await?;
+                steps.begin("write");
+                let layout = Layout {
+                    name: &format!("checkpoint/{}", source.container.id),
+                    index: &taken.part,
+                    parts: &taken.index.manifests,
+                };
+                let bytes = oci_image::write(&source.containerd, &layout, file, steps, || {}).await?;
+                let synced = file.sync_all();
+                synced.map_err(ImageError::file(format!("write {}", path.display())))?;
+                steps.end();
+                Ok(bytes)
+            }
+            Self::Dir(path, _) => directory(source, path, steps).await,
+        }
+    }
+
+    /// Removes what was made. May be called again.
+    pub async fn discard(&mut self, containerd: &Containerd) {
+        let removed = match self {
+            Self::Image(name, is_made) => {
+                if std::mem::take(is_made)
+                    && let Err(error) = containerd.delete_image(name).await
+                {
+                    note!("firn: image {name} is left: {error}");
+                }
+                return;
+            }
+            Self::File(path, _) => fs::remove_file(&*path).unless_absent(),
+            Self::Dir(path, is_new) => emptied(path, *is_new),
+        };
+        if let (Err(error), Self::File(path, _) | Self::Dir(path, _)) = (removed, self) {
+            note!("firn: {} is left: {error}", path.display());
+        }
+    }
+}
+
+/// Removes the image from a directory, and the directory if it is ours.
+fn emptied(path: &Path, is_new: bool) -> io::Result<()> {
+    fs::remove_dir_all(path.join(names::ARCHIVE_IMAGE)).unless_absent()?;
+    fs::remove_file(path.join(names::ARCHIVE_LAYER)).unless_absent()?;
+    match is_new {
+        true => fs::remove_dir(path).unless_absent(),
+        false => Ok(()),
+    }
+}
+
+fn made(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let path = path.to_owned();
+    move |source| match source.kind() {
+        ErrorKind::AlreadyExists => CheckpointError::Exists {
+            what: path.display().to_string(),
+        },
+        _ => CheckpointError::Make { path, source },
+    }
+}
+
+/// The shim writes the image directory, as for the containers of a pod.
+async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u64, CheckpointError> {
+    let (id, image) = (&source.container.id, path.join(names::ARCHIVE_IMAGE));
+    let wanted = json!({id: image}).to_string();
+    let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted)]);
+    steps.begin("checkpoint");
+    let call = source.containerd.annotate(id, annotations);
+    let done = steps
+        .follow(&source.containerd, (&source.namespace, id), call)
+        .await;
+    steps.end();
+    match done {
+        Err(CallError::Call { status, .. }) if !is_firns(status.message()) => Err(CheckpointError::Shim {
+            id: id.clone(),
+            message: status.message().to_owned(),
+        }),
+        done => {
+            done?;
+            let files = fs::read_dir(&image).into_iter().flatten().flatten();
+            let sizes = files.filter_map(|file| Some(file.metadata().ok()?.len()));
+            let layer = fs::metadata(path.join(names::ARCHIVE_LAYER)).map_or(0, |file| file.len());
+            Ok(sizes.sum::<u64>() + layer)
+        }
+    }
+}

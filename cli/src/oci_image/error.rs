@@ -1,0 +1,38 @@
+//! Why a checkpoint image cannot be read or written.
+
+use std::io;
+
+use firn_host::Problem;
+
+use crate::containerd::CallError;
+
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum ImageError {
+    #[error("{what} is no checkpoint of a container: {why}")]
+    #[problem(
+        "FIRN-NO-CHECKPOINT",
+        "make one with `firn checkpoint`; `ctr containers checkpoint` needs --task, and `ctr images export` \
+         needs --local --skip-manifest-json"
+    )]
+    NoCheckpoint { what: String, why: String },
+    #[error("containerd has no image {name}")]
+    #[problem(
+        "FIRN-NO-IMAGE",
+        "see `ctr images list` and --namespace; `ctr images pull` brings it"
+    )]
+    NoImage { name: String },
+    #[error("cannot {action}")]
+    #[problem("FIRN-FILE", "see the cause, and `df` of that file system")]
+    File { action: String, source: io::Error },
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+impl ImageError {
+    /// For a failure to do something with a file.
+    pub fn file(action: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let action = action.into();
+        move |source| Self::File { action, source }
+    }
+}

@@ -1,0 +1,68 @@
+//! Why a container was not moved.
+
+use std::io;
+
+use firn_host::{Problem, ProblemLine};
+
+use crate::checkpoint::CheckpointError;
+use crate::containerd::CallError;
+use crate::oci_image::ImageError;
+
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum MoveError {
+    #[error("cannot run firn on {target}: {message}")]
+    #[problem(
+        "FIRN-MOVE-SSH",
+        "`ssh USER@HOST firn --version` has to work without a password; install firn of this version there"
+    )]
+    Ssh { target: String, message: String },
+    #[error("{target} cannot take container {id}: {why}")]
+    #[problem(
+        "FIRN-MOVE-TARGET",
+        "as the message describes; --name and --gpus choose others, and --dry-run only checks"
+    )]
+    Target { target: String, id: String, why: String },
+    #[error("container {id} was not restored on {target}: {message}")]
+    #[problem(
+        "FIRN-MOVE-FAILED",
+        "the container goes on here; the message is that of the other node"
+    )]
+    Failed {
+        target: String,
+        id: String,
+        message: String,
+    },
+    #[error("the connection to {target} was lost while container {id} may have begun to run there")]
+    #[problem(
+        "FIRN-MOVE-UNKNOWN",
+        "it is paused here. Look there with `ctr tasks list`: if it runs there, `ctr tasks delete --force \
+         ID` here; if not, `ctr tasks resume ID` here"
+    )]
+    Unknown { target: String, id: String },
+    #[error("the move of container {id} was interrupted")]
+    #[problem("FIRN-INTERRUPTED", "the container goes on here, and nothing is left there")]
+    Interrupted { id: String },
+    #[error("container {id} is one of Kubernetes'")]
+    #[problem("FIRN-MOVE-TARGET", "move its pod: `firn drain NODE`")]
+    Kubernetes { id: String },
+    #[error("cannot handle signals")]
+    #[problem("FIRN-FILE", "see the cause")]
+    Signals(#[from] io::Error),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+impl MoveError {
+    /// With its code and hint, unless the shim has given both.
+    pub fn shown(&self) -> String {
+        match self {
+            Self::Checkpoint(error) => error.shown(),
+            error => ProblemLine(error).to_string(),
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! `firn move`: a container goes on on another node.
+//!
+//! ```text
+//!   check both -> pause -> dump into the content store -> stream -> the copy runs there -> end the source
+//!                  |             |                          |                |
+//!                  +-------------+--------------------------+----------------+-> failed: the source goes on
+//!                                                           +-> no answer after the last byte: stays paused
+//! ```
+//!
+//! The source never runs while the copy may: the copy begins to run only after the last byte of the stream,
+//! and the source is resumed only if that was not sent, or if the other node reports that nothing runs there
+//! (decision 0029).
+
+mod check;
+mod error;
+mod ssh;
+
+use std::cell::Cell;
+use std::time::Instant;
+
+use anyhow::Result;
+use firn_gpu::Gpu;
+use serde_json::{Value, json};
+
+use crate::args::relocate::MoveArgs;
+use crate::checkpoint::{Interrupts, Source, SourceFound};
+use crate::containerd::{Containerd, Snapshot, block_on};
+use crate::oci_image::{self, BaseImage, Blob, Index, Layout, Part, media};
+use crate::output::{self, line, note};
+use crate::steps::Steps;
+use crate::text;
+use check::Node;
+use error::MoveError;
+use ssh::Remote;
+
+/// True: done.
+pub fn run(args: &MoveArgs) -> Result<bool> {
+    let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
+    let done = match block_on(find(args))? {
+        // Not in a future: it waits for firn-gpu.
+        Ok(found) => {
+            let own = check::own_gpus(&check::spec(&found.container));
+            block_on(moved(args, found, own.as_ref(), &mut steps))?
+        }
+        Err(error) => Err(error),
+    };
+    match done {
+        Ok((bytes, answer)) => {
+            print(args, bytes, &answer, begun, &steps)?;
+            Ok(true)
+        }
+        Err(error) => {
+            match args.json {
+                true => output::json(&json!({"failure": error.shown()}))?,
+                false => note!("firn: {}", error.shown()),
+            }
+            Ok(false)
+        }
+    }
+}
+
+fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {
+    let (name, target, took) = (args.name(), &args.target, begun.elapsed());
+    if args.json {
+        return output::json(&json!({
+            "container": args.container, "namespace": args.containerd.namespace, "to": target, "name": name,
+            "pid": answer["pid"], "bytes": bytes, "ms": took.as_millis(), "dry_run": args.dry_run,
+            "phases": steps.as_json(),
+        }));
+    }
+    match args.dry_run {
+        true => line!("nothing is in the way on {target}"),
+        false => line!(
+            "{name} runs on {target}, after {:.1} s. {} were sent",
+            took.as_secs_f64(),
+            text::bytes(bytes)
+        ),
+    }
+    Ok(())
+}
+
+async fn connect(args: &MoveArgs) -> Result<Containerd, MoveError> {
+    Ok(Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?)
+}
+
+async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
+    let containerd = connect(args).await?;
+    let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
+    found.expect_base()?;
+    match check::spec(&found.container).is_cri() {
+        true => Err(MoveError::Kubernetes {
+            id: args.container.clone(),
+        }),
+        false => Ok(found),
+    }
+}
+
+/// Returns the bytes that were sent, and what the other node has answered.
+async fn moved(
+    args: &MoveArgs,
+    found: SourceFound,
+    own: Option<&(String, Vec<Gpu>)>,
+    steps: &mut Steps,
+) -> Result<(u64, Value), MoveError> {
+    steps.begin("check");
+    let node = checked(args, &found.container.image, own)?;
+    steps.end();
+    if args.dry_run {
+        return Ok((0, Value::Null));
+    }
+    let mut interrupts = Interrupts::new()?;
+    let containerd = connect(args).await?;
+    let source = found.begin(&containerd).await?;
+    let paused = source.pause(steps).await;
+    let is_sent = Cell::new(false);
+    let work = async {
+        paused?;
+        send(args, &node, &source, steps, &is_sent).await
+    };
+    let sent = match interrupts.unless(work).await {
+        Some(sent) => sent,
+        None => Err(MoveError::Interrupted {
+            id: args.container.clone(),
+        }),
+    };
+    let done = match sent {
+        // Not to be interrupted: only the answer decides who goes on.
+        Ok((remote, bytes)) => {
+            steps.begin("restore there");
+            let answer = remote.answer();
+            steps.end();
+            judged(args, answer).map(|answer| (bytes, answer))
+        }
+        Err(_) if is_sent.get() => Err(unknown(args)),
+        Err(error) => Err(error),
+    };
+    let ended = match &done {
+        Ok(_) => ended(&source, steps).await,
+        Err(MoveError::Unknown { .. }) => Ok(()),
+        Err(_) => source.resume().await.map_err(MoveError::from),
+    };
+    if let Err(error) = source.release().await {
+        note!("firn: what was written for the move is left for a day: {error}");
+    }
+    ended.and(done)
+}
+
+/// What the other node is, if it can take the container.
+fn checked(args: &MoveArgs, base: &str, own: Option<&(String, Vec<Gpu>)>) -> Result<Node, MoveError> {
+    let target = args.target.clone();
+    let namespace = &args.containerd.namespace;
+    let words = [
+        "restore",
+        "-",
+        "--check",
+        base,
+        "--name",
+        args.name(),
+        "--namespace",
+        namespace,
+        "--json",
+    ];
+    let remote = Remote::start(args, &words);
+    let failed = |message: String| MoveError::Ssh {
+        target: target.clone(),
+        message,
+    };
+    let remote = remote.map_err(|error| failed(format!("{}: {error}", args.ssh)))?;
+    let answer = remote.answer().ok_or_else(|| failed("no answer".to_owned()))?;
+    let shown = answer.to_string();
+    let node: Node = serde_json::from_value(answer).map_err(|_| failed(shown))?;
+    match check::obstacle(&node, args.name(), own) {
+        Some(why) => Err(MoveError::Target {
+            target,
+            id: args.container.clone(),
+            why,
+        }),
+        None => Ok(node),
+    }
+}
+
+/// Checkpoints the container and streams it. Returns who answers, and the bytes.
+async fn send(
+    args: &MoveArgs,
+    node: &Node,
+    source: &Source,
+    steps: &mut Steps,
+    is_sent: &Cell<bool>,
+) -> Result<(Remote, u64), MoveError> {
+    let taken = source.take(steps).await?;
+    let (mut part, mut parts) = (taken.part, taken.index.manifests.clone());
+    if !node.has_image {
+        (part, parts) = with_base(source, taken.index).await?;
+    }
+    let namespace = &args.containerd.namespace;
+    let mut words = vec![
+        "restore",
+        "-",
+        "--name",
+        args.name(),
+        "--namespace",
+        namespace,
+        "--json",
+    ];
+    if let Some(gpus) = &args.gpus {
+        words.extend(["--gpus", gpus]);
+    }
+    if let Some(map) = &args.gpu_map {
+        words.extend(["--gpu-map", map]);
+    }
+    steps.begin("send");
+    let target = args.target.clone();
+    let failed = |error: std::io::Error| MoveError::Ssh {
+        target,
+        message: error.to_string(),
+    };
+    let mut remote = Remote::start(args, &words).map_err(failed)?;
+    let layout = Layout {
+        name: "checkpoint/moved",
+        index: &part,
+        parts: &parts,
+    };
+    let written = oci_image::write(&source.containerd, &layout, &mut remote, steps, || {
+        is_sent.set(true)
+    });
+    let written = written.await;
+    steps.end();
+    match written {
+        Ok(bytes) => Ok((remote, bytes)),
+        // A node that refuses closes the stream, and has answered why.
+        Err(error) if !is_sent.get() => match remote.answer() {
+            Some(answer) => Err(refused(args, &answer)),
+            None => Err(error.into()),
+        },
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The checkpoint with the image that the container began with.
+async fn with_base(source: &Source, mut index: Index) -> Result<(Part, Vec<Part>), MoveError> {
+    let (containerd, name) = (&source.containerd, &source.container.image);
+    let target = containerd.image(name).await?.and_then(|image| image.target);
+    let target = target.ok_or_else(|| oci_image::ImageError::NoImage { name: name.clone() })?;
+    let base = BaseImage::read(containerd, name, Part::here(target)).await?;
+    index.manifests.extend(base.parts.first().cloned());
+    let blob = Blob::new(media::INDEX, serde_json::to_vec(&index).unwrap_or_default());
+    blob.upload(containerd, &index.manifests).await?;
+    index.manifests.extend(base.parts);
+    Ok((blob.part, index.manifests))
+}
+
+fn judged(args: &MoveArgs, answer: Option<Value>) -> Result<Value, MoveError> {
+    match answer {
+        Some(answer) if answer["pid"].as_u64().is_some() => Ok(answer),
+        Some(answer) => Err(refused(args, &answer)),
+        None => Err(unknown(args)),
+    }
+}
+
+fn refused(args: &MoveArgs, answer: &Value) -> MoveError {
+    let message = answer["failure"]
+        .as_str()
+        .map_or_else(|| answer.to_string(), str::to_owned);
+    MoveError::Failed {
+        target: args.target.clone(),
+        id: args.container.clone(),
+        message,
+    }
+}
+
+fn unknown(args: &MoveArgs) -> MoveError {
+    MoveError::Unknown {
+        target: args.target.clone(),
+        id: args.container.clone(),
+    }
+}
+
+/// Removes the source.
+async fn ended(source: &Source, steps: &mut Steps) -> Result<(), MoveError> {
+    source.end(steps).await?;
+    let (container, containerd) = (&source.container, &source.containerd);
+    containerd.delete_container(&container.id).await?;
+    let snapshot = Snapshot {
+        snapshotter: &container.snapshotter,
+        key: &container.snapshot_key,
+    };
+    Ok(containerd.remove_snapshot(snapshot).await?)
+}

@@ -1,0 +1,361 @@
+//! A restore into a new container, from an image or a tar file.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use firn_config::names;
+use firn_image::manifest::Manifest;
+use firn_oci::Spec;
+use prost::Message;
+use tokio::time::sleep;
+
+use super::error::RestoreError;
+use super::gpus::Here;
+use super::unpack::{WorkDir, unpack};
+use super::{Restored, STDIN, dir, gpus};
+use crate::args::restore::RestoreArgs;
+use crate::checkpoint::Interrupts;
+use crate::containerd::{Any, Container, Containerd, Image, Runtime, Snapshot};
+use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
+use crate::output::note;
+use crate::place::Place;
+use crate::steps::Steps;
+use crate::store::archive;
+
+/// Largest manifest and spec that are read.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// How long the end of a container may take whose restore has failed.
+const END: Duration = Duration::from_secs(60);
+
+/// How often it is tried.
+const POLL: Duration = Duration::from_millis(200);
+
+/// What a restore has made, in this order.
+#[derive(Default)]
+struct Made {
+    image: Option<String>,
+    snapshot: Option<(String, String)>,
+    container: Option<Container>,
+    task: bool,
+}
+
+/// Restores into a new container, or shows whether that would be accepted.
+pub async fn restore(
+    args: &RestoreArgs,
+    here: Option<&Here>,
+    place: &Place,
+    steps: &mut Steps,
+) -> Result<Restored, RestoreError> {
+    let plain = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
+    let mut interrupts = Interrupts::new()?;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let lease = format!(
+        "firn-{}-{}",
+        std::process::id(),
+        now.unwrap_or_default().as_nanos()
+    );
+    let containerd = plain.with_lease(&lease).await?;
+    let mut made = Made::default();
+    let work = restored((args, here), place, &containerd, &mut made, steps);
+    let done = match interrupts.unless(work).await {
+        Some(done) => done,
+        None => Err(RestoreError::Interrupted {
+            id: args.name.clone().unwrap_or(args.from.clone()),
+        }),
+    };
+    if done.is_err() {
+        made.discard(&containerd).await;
+    }
+    if let Err(error) = plain.end_lease(&lease).await {
+        note!("firn: what was read of the checkpoint is left for a day: {error}");
+    }
+    done
+}
+
+async fn restored(
+    (args, here): (&RestoreArgs, Option<&Here>),
+    place: &Place,
+    containerd: &Containerd,
+    made: &mut Made,
+    steps: &mut Steps,
+) -> Result<Restored, RestoreError> {
+    let index = index(place, containerd, steps).await?;
+    let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
+    let (type_url, mut spec) = spec(containerd, &index).await?;
+    let id = named(args, &index, &spec)?;
+    if spec.is_cri() {
+        return Err(RestoreError::Kubernetes { id });
+    }
+    let key = Snapshot {
+        snapshotter: index.snapshotter(),
+        key: &id,
+    };
+    expect_none(containerd, &id, key).await?;
+    let base = base(containerd, &index, made).await?;
+    let manifest = manifest(containerd, &checkpoint).await?;
+    gpus::choose(args, here, &mut spec, manifest.as_ref())?;
+    own_cgroup(&mut spec, &index, &id, &args.containerd.namespace)?;
+    let mut restored = Restored {
+        id: id.clone(),
+        pid: None,
+        map: Vec::new(),
+        bytes: index.bytes(),
+    };
+    if let (true, Some(here)) = (args.dry_run, here) {
+        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
+        return Ok(restored);
+    }
+    steps.begin("unpack");
+    let work = WorkDir::make(&args.work_dir, &id)?;
+    unpack(containerd, &checkpoint, work.path(), steps).await?;
+    steps.begin("files");
+    files(containerd, &index, &base, key, made).await?;
+    let container = Container {
+        id: id.clone(),
+        image: index.base().to_owned(),
+        runtime: Some(runtime(containerd, &index).await?),
+        spec: Some(Any {
+            type_url,
+            value: spec.into_value().to_string().into_bytes(),
+        }),
+        snapshotter: index.snapshotter().to_owned(),
+        snapshot_key: id.clone(),
+        ..Container::default()
+    };
+    containerd.create_container(container.clone()).await?;
+    let container = &*made.container.insert(container);
+    steps.begin("restore");
+    made.task = true;
+    let start = dir::start(containerd, container, work.path(), args.log.as_deref());
+    let place = (&*args.containerd.namespace, &*id);
+    restored.pid = Some(steps.follow(containerd, place, start).await?);
+    steps.end();
+    Ok(restored)
+}
+
+/// The index of the checkpoint, whose parts are in the content store.
+async fn index(place: &Place, containerd: &Containerd, steps: &mut Steps) -> Result<Index, RestoreError> {
+    let (what, from): (String, Box<dyn io::Read>) = match place {
+        Place::Ref(name) if name == STDIN => ("standard input".to_owned(), Box::new(io::stdin().lock())),
+        Place::Ref(name) => {
+            let image = containerd.image(name).await?;
+            let target = image.and_then(|image| image.target);
+            let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
+            return Ok(Index::read(containerd, name, &target.digest).await?);
+        }
+        Place::File(path) | Place::Dir(path) => {
+            let file = File::open(path);
+            let file = file.map_err(ImageError::file(format!("open {}", path.display())))?;
+            (path.display().to_string(), Box::new(file))
+        }
+    };
+    steps.begin("read");
+    let (_, index) = oci_image::read(containerd, &what, from, steps).await?;
+    Ok(index)
+}
+
+/// The spec of the source, with the type that containerd gives it.
+async fn spec(containerd: &Containerd, index: &Index) -> Result<(String, Spec), RestoreError> {
+    let part = index.part(media::SPEC).cloned().unwrap_or_default();
+    let bytes = containerd.content(&part.digest, 0, MAX_BYTES).await?;
+    let damaged = |why: String| ImageError::NoCheckpoint {
+        what: part.digest.clone(),
+        why,
+    };
+    let any = Any::decode(&*bytes).map_err(|error| damaged(error.to_string()))?;
+    let value: serde_json::Value =
+        serde_json::from_slice(&any.value).map_err(|error| damaged(error.to_string()))?;
+    Ok((any.type_url, Spec::from(value)))
+}
+
+/// The id of the new container.
+fn named(args: &RestoreArgs, index: &Index, spec: &Spec) -> Result<String, RestoreError> {
+    let of_source = || index.container().or_else(|| by_cgroup(spec)).map(str::to_owned);
+    let id = args.name.clone().or_else(of_source);
+    id.ok_or_else(|| RestoreError::NoName {
+        dir: args.from.clone(),
+    })
+}
+
+/// containerd's clients name the cgroup after the container: `/NAMESPACE/ID`, `SLICE:PREFIX:ID`.
+fn by_cgroup(spec: &Spec) -> Option<&str> {
+    let last = spec.cgroups_path()?.rsplit(['/', ':']).next()?;
+    Some(last).filter(|last| !last.is_empty())
+}
+
+/// Under another id the container gets a cgroup of its own: that of the source may be in use.
+fn own_cgroup(spec: &mut Spec, index: &Index, id: &str, namespace: &str) -> Result<(), RestoreError> {
+    let source = index
+        .container()
+        .or_else(|| by_cgroup(spec))
+        .unwrap_or_default()
+        .to_owned();
+    let Some(path) = spec.cgroups_path().filter(|_| source != id) else {
+        return Ok(());
+    };
+    let own = match path.strip_suffix(&*source) {
+        Some(parent) if !source.is_empty() => format!("{parent}{id}"),
+        _ => format!("/{namespace}/{id}"),
+    };
+    let linux = spec
+        .object_mut("linux")
+        .map_err(|error| RestoreError::Plan(error.into()))?;
+    linux.insert("cgroupsPath".to_owned(), own.into());
+    Ok(())
+}
+
+async fn expect_none(containerd: &Containerd, id: &str, snapshot: Snapshot<'_>) -> Result<(), RestoreError> {
+    let what = match containerd.container(id).await {
+        Ok(_) => format!("container {id}"),
+        Err(error) if !error.is_absent() => return Err(error.into()),
+        Err(_) if containerd.parent_of(snapshot).await?.is_some() => format!("snapshot {id}"),
+        Err(_) => return Ok(()),
+    };
+    Err(RestoreError::Exists { what })
+}
+
+/// The image of the root file system: containerd's, or one that comes with the checkpoint.
+async fn base(containerd: &Containerd, index: &Index, made: &mut Made) -> Result<BaseImage, RestoreError> {
+    let name = index.base();
+    let image = containerd.image(name).await?.and_then(|image| image.target);
+    let brought = index
+        .manifests
+        .iter()
+        .find(|part| media::IMAGES.contains(&&*part.media_type));
+    let (part, is_new) = match (image, brought) {
+        (Some(target), _) => (Part::here(target), false),
+        (None, Some(part)) => (part.clone(), true),
+        (None, None) => {
+            return Err(ImageError::NoImage {
+                name: name.to_owned(),
+            }
+            .into());
+        }
+    };
+    let base = BaseImage::read(containerd, name, part).await?;
+    if is_new {
+        for (digest, keeps) in base.keeps() {
+            containerd.label_blob(digest, oci_image::labels(keeps)).await?;
+        }
+        let target = base.parts.first().map(Part::descriptor);
+        let (name, labels) = (name.to_owned(), std::collections::HashMap::new());
+        containerd
+            .create_image(Image {
+                name: name.clone(),
+                labels,
+                target,
+            })
+            .await?;
+        made.image = Some(name);
+    }
+    Ok(base)
+}
+
+/// firn's manifest in the archive of the processes; none if firn has not made it.
+async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Manifest>, RestoreError> {
+    let read = async |from, size| containerd.content(&part.digest, from, size).await;
+    let Some(place) = archive::find(names::MANIFEST, part.size, read).await? else {
+        return Ok(None);
+    };
+    let bytes = read(place.from, place.length.min(MAX_BYTES)).await?;
+    Ok(Some(Manifest::decode(&bytes, Path::new(names::MANIFEST))?))
+}
+
+/// The root file system, with the files that the source had written.
+async fn files(
+    containerd: &Containerd,
+    index: &Index,
+    base: &BaseImage,
+    own: Snapshot<'_>,
+    made: &mut Made,
+) -> Result<(), RestoreError> {
+    let mut below = String::new();
+    for (layer, chain) in &base.layers {
+        let snapshot = Snapshot { key: chain, ..own };
+        if containerd.parent_of(snapshot).await?.is_none() {
+            let key = format!("firn-{}-{chain}", std::process::id());
+            let extract = Snapshot { key: &key, ..own };
+            let mounts = containerd.prepare(extract, &below).await?;
+            containerd.apply(layer.descriptor(), mounts).await?;
+            containerd.commit(extract, chain).await?;
+        }
+        below.clone_from(chain);
+    }
+    let mounts = containerd.prepare(own, &base.chain).await?;
+    made.snapshot = Some((own.snapshotter.to_owned(), own.key.to_owned()));
+    if let Some(layer) = index.part(media::LAYER) {
+        containerd.apply(layer.descriptor(), mounts).await?;
+    }
+    Ok(())
+}
+
+async fn runtime(containerd: &Containerd, index: &Index) -> Result<Runtime, RestoreError> {
+    let options = match index.part(media::RUNTIME_OPTIONS) {
+        None => None,
+        Some(part) => {
+            let bytes = containerd.content(&part.digest, 0, MAX_BYTES).await?;
+            let why = |error: prost::DecodeError| error.to_string();
+            let damaged = |error| ImageError::NoCheckpoint {
+                what: part.digest.clone(),
+                why: why(error),
+            };
+            Some(Any::decode(&*bytes).map_err(damaged)?)
+        }
+    };
+    Ok(Runtime {
+        name: index.runtime().to_owned(),
+        options,
+    })
+}
+
+impl Made {
+    /// Removes all of it.
+    async fn discard(self, containerd: &Containerd) {
+        if let Some(container) = &self.container {
+            let id = &container.id;
+            if self.task {
+                end(containerd, id).await;
+            }
+            report(&format!("container {id}"), containerd.delete_container(id).await);
+        }
+        if let Some((snapshotter, key)) = &self.snapshot {
+            let snapshot = Snapshot { snapshotter, key };
+            report(
+                &format!("snapshot {key}"),
+                containerd.remove_snapshot(snapshot).await,
+            );
+        }
+        if let Some(name) = &self.image {
+            report(&format!("image {name}"), containerd.delete_image(name).await);
+        }
+    }
+}
+
+/// Ends a task that may have been started.
+async fn end(containerd: &Containerd, id: &str) {
+    let until = Instant::now() + END;
+    loop {
+        let deleted = containerd.delete(id).await;
+        match deleted {
+            Ok(()) => return,
+            Err(error) if error.is_absent() => return,
+            Err(error) if Instant::now() > until => return report(&format!("the task of {id}"), Err(error)),
+            Err(_) => {
+                // What cannot be killed has ended, or is deleted in the next round.
+                let _ended = containerd.kill(id).await;
+                sleep(POLL).await;
+            }
+        }
+    }
+}
+
+fn report(what: &str, removed: Result<(), crate::containerd::CallError>) {
+    if let Err(error) = removed
+        && !error.is_absent()
+    {
+        note!("firn: {what} is left: {error}");
+    }
+}

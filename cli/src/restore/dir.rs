@@ -1,0 +1,222 @@
+//! A restore from an image directory, such as one that the shim has rescued.
+//!
+//! containerd makes the task, as for `ctr tasks start`, and hands the directory to the shim, which restores
+//! from it: ctr and nerdctl go on with the container afterwards. The container itself must still be known to
+//! containerd.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+use firn_image::manifest::ImageError as DirError;
+use prost::Message;
+
+use super::error::RestoreError;
+use crate::args::restore::RestoreArgs;
+use crate::containerd::{Any, Container, Containerd, CreateTask};
+use crate::oci_image::ImageError;
+use crate::output::note;
+use crate::text;
+
+/// Options of runc's shims, which firn has too.
+const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
+
+/// containerd's label of Kubernetes' containers.
+const CRI_LABEL: &str = "io.cri-containerd.kind";
+
+/// CRIU writes it at the end of a dump.
+const LAST: &str = "inventory.img";
+
+/// The fields of these options that a restore sets.
+#[derive(Clone, PartialEq, Message)]
+struct RestoreOptions {
+    /// containerd hands it on, 1.7 for the stock shim alone.
+    #[prost(string, tag = "10")]
+    criu_image_path: String,
+    /// The shim reads it: `firn_config::names::OPTION_RESTORE_DIR`.
+    #[prost(string, tag = "15001")]
+    restore_dir: String,
+}
+
+/// Restores into a container that containerd knows. Returns the image directory and the pid of its init.
+pub async fn restore(args: &RestoreArgs, dir: &Path, id: &str) -> Result<(PathBuf, u32), RestoreError> {
+    let found = dir.canonicalize();
+    let dir = found.map_err(ImageError::file(format!("find {}", dir.display())))?;
+    let inside = dir.join(names::ARCHIVE_IMAGE);
+    let dir = if inside.join(LAST).is_file() { inside } else { dir };
+    if !dir.join(LAST).is_file() {
+        let name = LAST.to_owned();
+        return Err(DirError::Missing { dir, name }.into());
+    }
+    let (id, namespace) = (id.to_owned(), args.containerd.namespace.clone());
+    let containerd = Containerd::connect(&args.containerd.socket.address, &namespace).await?;
+    let container = match containerd.container(&id).await {
+        Err(error) if error.is_absent() => return Err(RestoreError::NoContainer { id, namespace }),
+        container => container?,
+    };
+    if container.labels.contains_key(CRI_LABEL) {
+        return Err(RestoreError::Kubernetes { id });
+    }
+    if containerd.has_task(&id).await? {
+        return Err(RestoreError::HasTask { id });
+    }
+    if !args.json {
+        let size = text::bytes(size(&dir));
+        note!("restoring {id} from {} ({size})", dir.display());
+    }
+    let started = start(&containerd, &container, &dir, args.log.as_deref()).await;
+    if started.is_err()
+        && let Err(error) = containerd.delete(&id).await
+        && !error.is_absent()
+    {
+        note!("firn: the task of {id} is left: {error}");
+    }
+    Ok((dir, started?))
+}
+
+/// Makes the task of a container from an image directory, and starts it. A failure may leave the task.
+pub async fn start(
+    containerd: &Containerd,
+    container: &Container,
+    dir: &Path,
+    log: Option<&Path>,
+) -> Result<u32, RestoreError> {
+    let log = log
+        .map(url)
+        .transpose()
+        .map_err(ImageError::file("find the log's directory"))?;
+    let log = log.unwrap_or_default();
+    let task = CreateTask {
+        container_id: container.id.clone(),
+        rootfs: containerd.mounts(container).await?,
+        stdout: log.clone(),
+        stderr: log,
+        terminal: has_terminal(container),
+        options: Some(options(container, dir)?),
+    };
+    // Order matters: who restores makes the processes in Start. What has some by now is not the container of
+    // the image.
+    match containerd.create(task).await? {
+        0 => Ok(containerd.start(&container.id).await?),
+        _ => Err(RestoreError::Afresh {
+            id: container.id.clone(),
+            runtime: container.runtime.clone().unwrap_or_default().name,
+        }),
+    }
+}
+
+/// The container's own options and the image: fields that follow in the encoding are merged.
+fn options(container: &Container, dir: &Path) -> Result<Any, RestoreError> {
+    let runtime = container.runtime.clone().unwrap_or_default();
+    let mut options = runtime
+        .options
+        .filter(|options| !options.type_url.is_empty())
+        .unwrap_or(Any {
+            type_url: RUNC_OPTIONS.to_owned(),
+            value: Vec::new(),
+        });
+    if options.type_url.rsplit('/').next() != Some(RUNC_OPTIONS) {
+        return Err(RestoreError::Options {
+            id: container.id.clone(),
+            type_url: options.type_url,
+        });
+    }
+    let dir = dir.to_string_lossy();
+    let image = RestoreOptions {
+        criu_image_path: dir.clone().into_owned(),
+        restore_dir: dir.into_owned(),
+    };
+    options.value.extend(image.encode_to_vec());
+    Ok(options)
+}
+
+fn has_terminal(container: &Container) -> bool {
+    let spec = container
+        .spec
+        .as_ref()
+        .map(|spec| serde_json::from_slice(&spec.value));
+    let spec: serde_json::Value = spec.and_then(Result::ok).unwrap_or_default();
+    spec["process"]["terminal"] == true
+}
+
+/// A log file as containerd names one; the shim makes it.
+fn url(log: &Path) -> io::Result<String> {
+    let path = std::path::absolute(log)?;
+    Ok(format!("file://{}", path.display()))
+}
+
+fn size(dir: &Path) -> u64 {
+    let files = fs::read_dir(dir).into_iter().flatten().flatten();
+    files.filter_map(|file| Some(file.metadata().ok()?.len())).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_host::Problem;
+
+    use super::*;
+    use crate::containerd::Runtime;
+
+    fn container(options: Option<Any>) -> Container {
+        let name = "io.containerd.firn.v2".to_owned();
+        Container {
+            id: "job".to_owned(),
+            runtime: Some(Runtime { name, options }),
+            ..Container::default()
+        }
+    }
+
+    /// As much of the options as the test needs, by the numbers of containerd's own message.
+    #[derive(Clone, PartialEq, Message)]
+    struct RuncOptions {
+        #[prost(string, tag = "6")]
+        binary_name: String,
+        #[prost(bool, tag = "9")]
+        systemd_cgroup: bool,
+        #[prost(string, tag = "10")]
+        criu_image_path: String,
+    }
+
+    /// How a string field with this number begins.
+    fn protobuf_tag(number: u32) -> Vec<u8> {
+        let mut tag = Vec::new();
+        prost::encoding::encode_key(number, prost::encoding::WireType::LengthDelimited, &mut tag);
+        tag
+    }
+
+    #[test]
+    fn the_image_is_added_to_the_containers_own_options() {
+        let own = RuncOptions {
+            binary_name: "/usr/bin/runc".to_owned(),
+            systemd_cgroup: true,
+            criu_image_path: String::new(),
+        };
+        let any = Any {
+            type_url: format!("types.containerd.io/{RUNC_OPTIONS}"),
+            value: own.encode_to_vec(),
+        };
+        let sent = options(&container(Some(any)), Path::new("/srv/image")).unwrap();
+        let read = RuncOptions::decode(&*sent.value).unwrap();
+        assert_eq!(read.criu_image_path, "/srv/image");
+        let own_field = protobuf_tag(firn_config::names::OPTION_RESTORE_DIR);
+        assert!(
+            sent.value
+                .windows(own_field.len())
+                .any(|bytes| bytes == own_field)
+        );
+        assert!(read.systemd_cgroup && read.binary_name == "/usr/bin/runc");
+        let alone = options(&container(None), Path::new("/srv/image")).unwrap();
+        assert_eq!(alone.type_url, RUNC_OPTIONS);
+        assert_eq!(
+            RuncOptions::decode(&*alone.value).unwrap().criu_image_path,
+            "/srv/image"
+        );
+        let other = Any {
+            type_url: "runtimeoptions.v1.Options".to_owned(),
+            value: Vec::new(),
+        };
+        let refused = options(&container(Some(other)), Path::new("/srv/image")).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-RESTORE-CLIENT");
+    }
+}

@@ -1,0 +1,141 @@
+//! Why a container is not restored.
+
+use std::io;
+
+use firn_config::ConfigError;
+use firn_host::{Problem, ProblemLine, ProblemReport};
+use firn_image::manifest::{ImageError as DirError, ManifestError};
+use firn_remap::AssignmentError;
+
+use crate::containerd::CallError;
+use crate::oci_image::ImageError;
+use crate::place::Ambiguous;
+
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum RestoreError {
+    #[error("containerd knows no container {id} in namespace {namespace}")]
+    #[problem(
+        "FIRN-NO-CONTAINER",
+        "see `ctr containers list` and --namespace; make the container again with `ctr containers create`, \
+         with the same image and options, and restore into that"
+    )]
+    NoContainer { id: String, namespace: String },
+    #[error("container {id} still has a task")]
+    #[problem(
+        "FIRN-TASK-EXISTS",
+        "delete it: `ctr tasks delete --force ID`; the image is not touched"
+    )]
+    HasTask { id: String },
+    #[error("{what} is there already")]
+    #[problem(
+        "FIRN-EXISTS",
+        "add --name for another id, or remove it: `ctr tasks delete --force ID`, `ctr containers delete ID`, \
+         `ctr snapshots rm ID`"
+    )]
+    Exists { what: String },
+    #[error("the image directory {dir} does not name its container")]
+    #[problem("FIRN-RESTORE-NAME", "add --name ID, the container to restore into")]
+    NoName { dir: String },
+    #[error("an image directory is restored into a container that is there, with the GPUs of its spec")]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "make that container with the annotation firn.dev/gpu-map, or checkpoint into an image or a file"
+    )]
+    GpusOfDir,
+    #[error("container {id} is one of Kubernetes', whose tasks the kubelet alone makes")]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "let the kubelet restore it: a pod names its checkpoint in the annotation firn.dev/restore-from"
+    )]
+    Kubernetes { id: String },
+    #[error(
+        "the runtime of container {id} has options of the type {type_url}, to which no image can be added"
+    )]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "make the container with options of runc's shim, or with none"
+    )]
+    Options { id: String, type_url: String },
+    #[error(
+        "the shim of container {id} ({runtime}) does not restore: it would have started the container afresh"
+    )]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "run it with io.containerd.firn.v2, and install the shim of this version"
+    )]
+    Afresh { id: String, runtime: String },
+    #[error("the checkpoint has no GPU state for which GPUs could be chosen")]
+    #[problem("FIRN-RESTORE-CLIENT", "leave --gpus and --gpu-map out")]
+    NoGpuState,
+    #[error("--gpus names {named}, and the checkpoint has {had}")]
+    #[problem(
+        "FIRN-GPU-COUNT",
+        "name as many GPUs as the checkpoint has: `--dry-run` shows them"
+    )]
+    GpuCount { named: usize, had: usize },
+    #[error("the restore of container {id} was interrupted")]
+    #[problem("FIRN-INTERRUPTED", "nothing of it is left; the checkpoint is as it was")]
+    Interrupted { id: String },
+    #[error("cannot handle signals")]
+    #[problem("FIRN-FILE", "see the cause")]
+    Signals(#[from] io::Error),
+    #[error("{0}")]
+    #[problem("FIRN-RESTORE-NODE", "see the message; `firn doctor` checks this node")]
+    Node(String),
+    #[error(transparent)]
+    Place(#[from] Ambiguous),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    #[error(transparent)]
+    Gpus(#[from] AssignmentError),
+    #[error("{}", .0.message)]
+    #[problem(_0.remedy())]
+    Plan(ProblemReport),
+    #[error(transparent)]
+    Directory(#[from] DirError),
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
+    Call(#[from] CallError),
+}
+
+impl RestoreError {
+    /// With its code and hint, unless the shim has given both.
+    pub fn shown(&self) -> String {
+        let call = match self {
+            Self::Call(call) | Self::Image(ImageError::Call(call)) => Some(call),
+            _ => None,
+        };
+        match call {
+            Some(call @ CallError::Call { .. }) if call.to_string().contains("FIRN-") => call.to_string(),
+            _ => ProblemLine(self).to_string(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_of_the_shim_keep_their_code_and_hint() {
+        let refused = |message: &str| {
+            let status = Box::new(tonic::Status::unknown(message));
+            let call = "Tasks/Create";
+            RestoreError::from(CallError::Call { call, status }).shown()
+        };
+        let message = refused("FIRN-GPU-COUNT: too few. hint: grant more");
+        assert!(
+            message.ends_with("FIRN-GPU-COUNT: too few. hint: grant more")
+                && !message.contains("FIRN-CONTAINERD")
+        );
+        let message = refused("snapshot does not exist");
+        assert!(
+            message.starts_with("FIRN-CONTAINERD: ") && message.contains("hint: "),
+            "{message}"
+        );
+    }
+}

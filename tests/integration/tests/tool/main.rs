@@ -1,0 +1,231 @@
+//! `firn checkpoint`, `firn restore` and `firn move`: what they make is what ctr makes, and the other way
+//! round; what fails or is interrupted leaves nothing, and the container runs.
+
+mod failures;
+mod moves;
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, on};
+use firn_node::Platform;
+use serde_json::Value;
+
+/// A node with two GPUs, of which the first is `first`.
+fn host(platform: Platform, name: &str, first: u32) -> Result<GpuHost> {
+    let gpus = [SimGpu::h200(first), SimGpu::h200(first + 1)];
+    GpuHost::for_test(platform, name, &gpus)
+}
+
+fn counter(host: &GpuHost) -> Result<Container<'_>> {
+    let job = Container::count(host, "job", &["0"], 1, &[])?;
+    job.goes_on(3)?;
+    Ok(job)
+}
+
+/// `firn` with these words, which succeeds. Returns its JSON.
+fn firn(host: &GpuHost, words: &[&str]) -> Result<Value> {
+    let output = host.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout;
+    serde_json::from_str(&output).with_context(|| output.clone())
+}
+
+/// The counter of a copy goes on without a step left out, on these GPUs.
+fn copy<'h>(host: &'h GpuHost, id: &str, gpus: &[String]) -> Result<Container<'h>> {
+    let copy = Container::known(host, id).counting(1);
+    copy.goes_on(3)?;
+    let used = copy.gpus_in_use()?;
+    ensure!(used == gpus, "{id} is on {used:?}, not on {gpus:?}");
+    Ok(copy)
+}
+
+/// Nothing of firn's own is left on the node: unpacked images, leases, blobs.
+fn nothing_left(host: &GpuHost) -> Result<()> {
+    let script = "ls -A /var/lib/firn/restore 2>/dev/null; ls -d /tmp/ctrd-checkpoint* 2>/dev/null; \
+                  ctr leases list -q; ctr content active | tail -n +2; \
+                  ctr content list | grep -i checkpoint; ctr snapshots list | grep firn; true";
+    let left = host.node().run(&["sh", "-c", script])?.stdout;
+    ensure!(left.is_empty(), "left: {left}");
+    Ok(())
+}
+
+/// The blobs that containerd has.
+fn blobs(host: &GpuHost) -> Result<String> {
+    Ok(host.node().run(&["ctr", "content", "list"])?.stdout)
+}
+
+fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
+    on([host(platform, "to-ref", 1)?], |[host]| {
+        let before = blobs(host)?;
+        let job = counter(host)?;
+        let done = firn(host, &["checkpoint", "job", "checkpoint/one"])?;
+        ensure!(done["kind"] == "ref" && done["exited"] == false, "{done}");
+        ensure!(done["bytes"].as_u64() > Some(8 << 20), "{done}");
+        let phases: Vec<&str> = done["phases"]
+            .as_array()
+            .context("no phases")?
+            .iter()
+            .filter_map(|phase| phase["name"].as_str())
+            .collect();
+        for phase in ["pause", "gpu-checkpoint", "criu-dump", "files"] {
+            ensure!(phases.contains(&phase), "no {phase} in {phases:?}");
+        }
+        job.goes_on(3)?;
+        // A second one of the same container: containerd 1.7 has its spec already.
+        firn(host, &["checkpoint", "job", "checkpoint/two", "--exit"])?;
+        ensure!(job.status().is_err(), "the task is left");
+        job.forget()?;
+        // ctr takes both.
+        for image in ["checkpoint/one", "checkpoint/two"] {
+            let (copy, _) = Container::restore(host, "job", image, 1)?;
+            copy.goes_on(3)?;
+            copy.remove()?;
+        }
+        for image in ["checkpoint/one", "checkpoint/two"] {
+            let done = firn(host, &["restore", image])?;
+            ensure!(
+                done["container"] == "job" && done["pid"].as_u64() > Some(1),
+                "{done}"
+            );
+            copy(host, "job", &host.uuids()[..1])?.remove()?;
+            host.remove_image(image)?;
+        }
+        let after = blobs(host)?;
+        ensure!(
+            after.lines().count() <= before.lines().count(),
+            "before {before}, after {after}"
+        );
+        host.node().run(&["sh", "-c", "rm -rf /tmp/ctrd-checkpoint*"])?;
+        nothing_left(host)?;
+        host.idle()
+    })
+}
+
+fn a_restore_chooses_name_and_gpus(platform: Platform) -> Result<()> {
+    on([host(platform, "to-gpus", 1)?], |[host]| {
+        let job = counter(host)?;
+        // As ctr makes it.
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        let [first, second] = &host.uuids()[..] else {
+            anyhow::bail!("two GPUs");
+        };
+        let plan = firn(
+            host,
+            &[
+                "restore",
+                "checkpoint/job",
+                "--name",
+                "twin",
+                "--gpus",
+                "1",
+                "--dry-run",
+            ],
+        )?;
+        let map = &plan["map"][0];
+        ensure!(map["old"] == **first && map["new"] == **second, "{plan}");
+        ensure!(plan["pid"].is_null(), "{plan}");
+        nothing_left_but_images(host)?;
+        // While the source runs, under another name.
+        firn(
+            host,
+            &["restore", "checkpoint/job", "--name", "twin", "--gpus", "1"],
+        )?;
+        let twin = Container::known(host, "twin").counting(1).moved_before();
+        twin.goes_on(3)?;
+        ensure!(twin.gpus_in_use()? == host.uuids()[1..]);
+        job.goes_on(3)?;
+        // A copy of the copy: its spec has a map of its own.
+        firn(host, &["checkpoint", "twin", "checkpoint/twin", "--exit"])?;
+        twin.forget()?;
+        let map = format!("{second}={first}");
+        job.remove()?;
+        firn(host, &["restore", "checkpoint/twin", "--gpu-map", &map])?;
+        let twin = Container::known(host, "twin").counting(1).moved_before();
+        twin.goes_on(3)?;
+        ensure!(twin.gpus_in_use()? == host.uuids()[..1]);
+        twin.remove()?;
+        for image in ["checkpoint/job", "checkpoint/twin"] {
+            host.remove_image(image)?;
+        }
+        host.idle()
+    })
+}
+
+/// Of restores that were made, or refused: the images alone.
+fn nothing_left_but_images(host: &GpuHost) -> Result<()> {
+    let script = "ls -A /var/lib/firn/restore 2>/dev/null; ls -d /tmp/ctrd-checkpoint* 2>/dev/null; \
+                  ctr leases list -q; ctr snapshots list | grep -E 'firn|twin|copy'; true";
+    let left = host.node().run(&["sh", "-c", script])?.stdout;
+    ensure!(left.is_empty(), "left: {left}");
+    Ok(())
+}
+
+fn a_file_goes_to_another_node_and_ctr_imports_it(platform: Platform) -> Result<()> {
+    on(
+        [host(platform, "to-file-a", 1)?, host(platform, "to-file-b", 3)?],
+        |[a, b]| {
+            let job = counter(a)?;
+            let done = firn(a, &["checkpoint", "job", "/srv/job.tar", "--exit"])?;
+            ensure!(done["kind"] == "file", "{done}");
+            job.forget()?;
+            nothing_left(a)?;
+            let file = "/srv/job.tar";
+            b.node().install(a.node().path(file), file, 0o600)?;
+            firn(b, &["restore", file, "--log", "/srv/log"])?;
+            copy(b, "job", &b.uuids()[..1])?.remove()?;
+            nothing_left(b)?;
+            // Under the name that the file has for it.
+            let import = ["ctr", "images", "import", "--local", "--no-unpack", file];
+            b.node().run(&import)?;
+            let (copied, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+            copied.goes_on(3)?;
+            copied.remove()?;
+            // What ctr exports.
+            let export = ["ctr", "images", "export", "--local", "--skip-manifest-json"];
+            b.node()
+                .run(&[&export[..], &["/srv/ctr.tar", "checkpoint/job"]].concat())?;
+            b.remove_image("checkpoint/job")?;
+            firn(b, &["restore", "/srv/ctr.tar", "--name", "copy", "--gpus", "1"])?;
+            copy(b, "copy", &b.uuids()[1..])?.remove()?;
+            a.idle()?;
+            b.idle()
+        },
+    )
+}
+
+fn a_directory_is_restored_into_its_container(platform: Platform) -> Result<()> {
+    on([host(platform, "to-dir", 1)?], |[host]| {
+        let job = counter(host)?;
+        let done = firn(host, &["checkpoint", "job", "/srv/image"])?;
+        ensure!(
+            done["kind"] == "dir" && done["bytes"].as_u64() > Some(8 << 20),
+            "{done}"
+        );
+        job.goes_on(3)?;
+        host.node().run(&["test", "-s", "/srv/image/rootfs-diff.tar"])?;
+        firn(host, &["checkpoint", "job", "/srv/last", "--exit"])?;
+        ensure!(job.status().is_err(), "the task is left");
+        firn(host, &["restore", "/srv/last", "--name", "job"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        nothing_left(host)?;
+        host.idle()
+    })
+}
+
+fn main() -> ExitCode {
+    matrix::run(&cases! {
+        a_container_becomes_an_image_and_goes_on [FORKY, TRIXIE];
+        a_restore_chooses_name_and_gpus [FORKY, TRIXIE];
+        a_file_goes_to_another_node_and_ctr_imports_it [FORKY, TRIXIE];
+        a_directory_is_restored_into_its_container [FORKY, TRIXIE];
+        failures::what_is_in_the_way_is_refused_before_the_pause [FORKY, TRIXIE];
+        failures::a_failure_leaves_nothing_and_the_container_runs [FORKY, TRIXIE];
+        failures::an_interrupted_checkpoint_leaves_nothing [FORKY, TRIXIE];
+        failures::a_restore_that_fails_leaves_nothing [FORKY, TRIXIE];
+        moves::a_container_moves_to_another_node [FORKY, TRIXIE];
+        moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
+        moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
+        moves::a_lost_answer_leaves_the_source_paused [FORKY];
+    })
+}

@@ -1,0 +1,221 @@
+//! `firn move` between two nodes. Nodes have no sshd: a program stands in for ssh, and a thread for sshd.
+
+use std::fs::{self, File, OpenOptions};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, IMAGE, failure, on};
+use firn_node::{Node, Platform};
+use serde_json::Value;
+
+use super::{copy, counter, host, nothing_left};
+
+/// Hands its command to the thread, and its standard input and output to the command. What is in /srv/wire
+/// decides what becomes of a stream: `cut` ends it early, `lose` loses the answer.
+const SSH: &str = r#"#!/bin/sh
+d=$(mktemp -d /srv/ssh/XXXXXX)
+mkfifo "$d/in" "$d/out"
+printf %s "$2" >"$d/new"
+mv "$d/new" "$d/command"
+exec 3<&0
+wire=$(cat /srv/wire)
+case "$2" in *--check*) wire=;; esac
+case "$wire" in
+cut) head -c 1000000 <&3 >"$d/in" 3<&- & exec 3<&- ;;
+*) cat <&3 >"$d/in" & ;;
+esac
+case "$wire" in
+lose) cat "$d/out" >/dev/null ;;
+*) cat "$d/out" ;;
+esac
+"#;
+
+/// Runs what the program hands over, one after the other.
+fn serve(from: &Path, node: &Node, ended: &AtomicBool) -> Result<()> {
+    while !ended.load(Ordering::Relaxed) {
+        for entry in fs::read_dir(from)? {
+            let dir = entry?.path();
+            let Ok(command) = fs::read_to_string(dir.join("command")) else {
+                continue;
+            };
+            fs::remove_file(dir.join("command"))?;
+            let input = File::open(dir.join("in"))?;
+            let output = OpenOptions::new().write(true).open(dir.join("out"))?;
+            let mut shell = node.command("sh");
+            shell.args(["-c", &command]).stdin(input).stdout(output);
+            shell.status()?;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+/// Does something while commands of the first node run on the second.
+fn joined(a: &GpuHost, b: &GpuHost, test: impl FnOnce() -> Result<()>) -> Result<()> {
+    let file = tempfile::NamedTempFile::new()?;
+    fs::write(file.path(), SSH)?;
+    a.node().install(file.path(), "/usr/local/bin/other-ssh", 0o755)?;
+    a.node().run(&["mkdir", "-p", "/srv/ssh"])?;
+    wire(a, "")?;
+    let (from, ended) = (a.node().path("/srv/ssh"), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let server = scope.spawn(|| serve(&from, b.node(), &ended));
+        let tested = test();
+        ended.store(true, Ordering::Relaxed);
+        let served = server
+            .join()
+            .unwrap_or_else(|_| Err(anyhow::anyhow!("the thread panicked")));
+        tested.and(served)
+    })
+}
+
+fn wire(a: &GpuHost, what: &str) -> Result<()> {
+    a.node().write("/srv/wire", what)
+}
+
+const MOVE: [&str; 6] = ["firn", "move", "job", "root@other", "--ssh", "other-ssh"];
+
+fn moved(a: &GpuHost, more: &[&str]) -> Result<Value> {
+    let output = a.node().run(&[&MOVE[..], more, &["--json"]].concat())?.stdout;
+    serde_json::from_str(&output).with_context(|| output.clone())
+}
+
+fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
+    let output = failure(a.node().run(&[&MOVE[..], more].concat()))?;
+    ensure!(
+        output.contains(&format!("{code}: ")) && output.contains("hint: "),
+        "{output}"
+    );
+    Ok(output)
+}
+
+fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
+    Ok([
+        host(platform, &format!("{name}-a"), 1)?,
+        host(platform, &format!("{name}-b"), 3)?,
+    ])
+}
+
+/// Nothing of the container is known on a node.
+fn knows_nothing(host: &GpuHost) -> Result<()> {
+    for list in ["containers", "tasks", "snapshots"] {
+        let list = host.node().run(&["ctr", list, "list"])?.stdout;
+        ensure!(!list.lines().any(|line| line.starts_with("job")), "{list}");
+    }
+    Container::known(host, "job").nothing_left()?;
+    nothing_left(host)
+}
+
+pub fn a_container_moves_to_another_node(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm")?, |[a, b]| {
+        let job = counter(a)?;
+        joined(a, b, || {
+            let done = moved(a, &["--dry-run"])?;
+            ensure!(done["dry_run"] == true && job.status()? == "RUNNING", "{done}");
+            let before = job.goes_on(3)?;
+            let done = moved(a, &["--gpus", "1"])?;
+            ensure!(
+                done["bytes"].as_u64() > Some(8 << 20) && done["pid"].as_u64() > Some(1),
+                "{done}"
+            );
+            knows_nothing(a)?;
+            let copied = copy(b, "job", &b.uuids()[1..])?;
+            let first = copied.lines()?;
+            ensure!(first.reached(1) > before.reached(1), "it was started afresh");
+            copied.remove()?;
+            nothing_left(b)?;
+            // A node without the image of the root file system gets it.
+            b.remove_image(IMAGE)?;
+            counter(a)?;
+            moved(a, &["--name", "job2"])?;
+            knows_nothing(a)?;
+            ensure!(b.has_image(IMAGE)?, "the image was not sent");
+            copy(b, "job2", &b.uuids()[..1])?.remove()?;
+            // It is an image as any other.
+            counter(b)?.remove()
+        })?;
+        a.idle()?;
+        b.idle()
+    })
+}
+
+pub fn a_node_that_cannot_take_it_is_refused_before_the_pause(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-no")?, |[a, b]| {
+        let job = counter(a)?;
+        not_moved(a, &[], "FIRN-MOVE-SSH")?;
+        joined(a, b, || {
+            let other = counter(b)?;
+            let output = not_moved(a, &[], "FIRN-MOVE-TARGET")?;
+            ensure!(
+                output.contains("it has a container or a snapshot job"),
+                "{output}"
+            );
+            other.remove()?;
+            not_moved(a, &["--remote-firn", "/nowhere/firn"], "FIRN-MOVE-SSH")?;
+            ensure!(job.status()? == "RUNNING");
+            // What only the checkpoint shows is refused there.
+            let output = not_moved(a, &["--gpus", "7"], "FIRN-MOVE-FAILED")?;
+            ensure!(output.contains("FIRN-GPU-UNKNOWN: "), "{output}");
+            job.goes_on(3)?;
+            knows_nothing(b)
+        })?;
+        job.remove()?;
+        a.idle()
+    })
+}
+
+pub fn a_move_that_fails_there_leaves_the_source_running(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-fail")?, |[a, b]| {
+        let job = counter(a)?;
+        joined(a, b, || {
+            let fault = [
+                "simgpu",
+                "fault",
+                "add",
+                "--call",
+                "restore",
+                "--error",
+                "CUDA_ERROR_UNKNOWN",
+            ];
+            b.node().run(&fault)?;
+            not_moved(a, &[], "FIRN-MOVE-FAILED")?;
+            job.goes_on(3)?;
+            knows_nothing(b)?;
+            b.node().run(&["simgpu", "fault", "clear"])?;
+            // The connection is cut off in the middle.
+            wire(a, "cut")?;
+            let output = failure(a.node().run(&MOVE))?;
+            ensure!(
+                output.contains("FIRN-MOVE-FAILED: ") || output.contains("FIRN-FILE: "),
+                "{output}"
+            );
+            ensure!(job.status()? == "RUNNING");
+            job.goes_on(3)?;
+            knows_nothing(b)?;
+            nothing_left(a)
+        })?;
+        job.remove()?;
+        a.idle()
+    })
+}
+
+pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-lost")?, |[a, b]| {
+        let job = counter(a)?;
+        joined(a, b, || {
+            wire(a, "lose")?;
+            not_moved(a, &[], "FIRN-MOVE-UNKNOWN")?;
+            // Never both: it runs there, and stands still here.
+            ensure!(job.status()? == "PAUSED", "{}", job.status()?);
+            copy(b, "job", &b.uuids()[..1])?.remove()?;
+            job.stands_still()
+        })?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        a.idle()
+    })
+}
