@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use firn_config::{Restore, Toolkit};
+use firn_config::{Restore, Toolkit, names};
 use firn_gpu::{DeviceNode, Gpu, Inventory};
 use serde_json::{Value, json};
 
@@ -367,12 +367,11 @@ fn other_edits(spec: &Spec) {
         assert!(!stripped.gpu_by_hook());
     }
     twice(&|spec| edit::add_restore_hook(spec, Path::new("/usr/bin/firn-hook")).is_ok());
-    let file = Path::new("/run/bundle/criu.conf");
-    if let Some(set) = twice(&|spec| edit::set_criu_config(spec, file).is_ok()) {
+    let file = Path::new("/run/bundle").join(names::BUNDLE_CRIU_CONFIG);
+    if let Some(set) = twice(&|spec| edit::set_criu_config(spec, &file).is_ok()) {
         assert_eq!(
-            set.annotation(firn_config::names::ANNOTATION_CRIU_CONFIG)
-                .map(Path::new),
-            Some(file)
+            set.annotation(names::ANNOTATION_CRIU_CONFIG).map(Path::new),
+            Some(&*file)
         );
     }
     if let Some(renamed) = twice(&|spec| edit::rename_cgroup(spec, "c1").is_ok()) {
