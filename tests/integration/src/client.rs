@@ -63,9 +63,7 @@ impl Client<'_> {
         {
             return Err(error.into());
         }
-        let output = CommandOutput::wait(child)?;
-        eprintln!("{} {words:?}: {}", self.program, output.stderr);
-        Ok(output)
+        CommandOutput::wait(child)
     }
 
     /// Its exit status and what it prints to stdout.
