@@ -45,7 +45,8 @@ fn host(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<GpuHost> {
     node.run(&["sh", "-euc", &start])?;
     let is_up = || Ok(node.run(&["docker", "info"]).ok().map(drop));
     wait_for("dockerd", Duration::from_secs(30), is_up)?;
-    let load = format!("ctr images export /tmp/image.tar {IMAGE}; docker load -i /tmp/image.tar");
+    // Without --local ctr 2.1 may end before it has written the whole file.
+    let load = format!("ctr images export --local /tmp/image.tar {IMAGE}; docker load -i /tmp/image.tar");
     node.run(&["sh", "-euc", &load])?;
     Ok(host)
 }
