@@ -5,10 +5,11 @@
 //! Needs root.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
 
 const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
 
@@ -110,7 +111,10 @@ fn gpus_of_ranks(host: &GpuHost, job: &Container<'_>) -> Result<[String; 2]> {
 
 /// Established connections in the container, each counted at both of its ends.
 fn connections(job: &Container<'_>) -> Result<usize> {
-    let table = job.exec(&["cat", "/proc/net/tcp"])?;
+    // ctr may lose what a process writes that ends at once.
+    let table = wait_for("the table of connections", Duration::from_secs(10), || {
+        Ok(Some(job.exec(&["cat", "/proc/net/tcp"])?).filter(|table| !table.is_empty()))
+    })?;
     let established = |line: &&str| line.split_whitespace().nth(3) == Some("01");
     Ok(table.lines().filter(established).count())
 }
@@ -162,11 +166,8 @@ fn refused(host: &GpuHost, job: &Container<'_>, code: &str) -> Result<String> {
     ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
     ensure!(!host.runc_has("checkpoint")?, "runc was called");
     job.goes_on(3)?;
-    ensure!(
-        connections(job)? == 2,
-        "{} ends of connections",
-        connections(job)?
-    );
+    let ends = connections(job)?;
+    ensure!(ends == 2, "{ends} ends of connections");
     Ok(output)
 }
 
