@@ -59,13 +59,7 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
             }
             Ok(true)
         }
-        Err(message) => {
-            match task.json {
-                true => output::json(&json!({"failure": message}))?,
-                false => note!("firn: {message}"),
-            }
-            Ok(false)
-        }
+        Err(message) => output::failed(task.json, message),
     }
 }
 

@@ -49,6 +49,16 @@ pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Reports why a command has failed, as JSON on standard output or for a person. Returns the command's
+/// result.
+pub fn failed(as_json: bool, message: impl fmt::Display) -> anyhow::Result<bool> {
+    match as_json {
+        true => json(&serde_json::json!({"failure": message.to_string()}))?,
+        false => note!("firn: {message}"),
+    }
+    Ok(false)
+}
+
 /// Prints rows in columns, below their heads.
 pub fn table<const N: usize>(head: [&str; N], rows: impl Iterator<Item = [String; N]>) {
     let rows: Vec<[String; N]> = [head.map(str::to_owned)].into_iter().chain(rows).collect();

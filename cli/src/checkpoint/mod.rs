@@ -43,13 +43,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
             print(args, &place, bytes, begun, &steps)?;
             Ok(true)
         }
-        Err(error) => {
-            match args.json {
-                true => output::json(&json!({"failure": error.shown()}))?,
-                false => note!("firn: {}", error.shown()),
-            }
-            Ok(false)
-        }
+        Err(error) => output::failed(args.json, error.shown()),
     }
 }
 

@@ -17,7 +17,7 @@ use serde_json::json;
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
-use crate::output::{self, line, note};
+use crate::output::{self, line};
 
 use crate::args::checkpoint::CheckpointArgs;
 
@@ -80,11 +80,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
                 PodError::Checkpoint(message) => message.clone(),
                 error => ProblemLine(error).to_string(),
             };
-            match args.json {
-                true => output::json(&json!({"failure": message}))?,
-                false => note!("firn: {message}"),
-            }
-            Ok(false)
+            output::failed(args.json, message)
         }
     }
 }

@@ -57,13 +57,7 @@ struct Drain {
 pub fn run(args: &DrainArgs) -> Result<bool> {
     match drain(args) {
         Ok(done) => Ok(done),
-        Err(error) => {
-            match args.json {
-                true => output::json(&json!({"failure": ProblemLine(&error).to_string()}))?,
-                false => note!("firn: {}", ProblemLine(&error)),
-            }
-            Ok(false)
-        }
+        Err(error) => output::failed(args.json, ProblemLine(&error)),
     }
 }
 

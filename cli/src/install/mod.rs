@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use firn_host::ProblemLine;
 use serde::Serialize;
-use serde_json::json;
 
 use self::args::{InstallArgs, PACKAGED, Place, UninstallArgs};
 use self::error::InstallError;
@@ -181,14 +180,7 @@ fn show(place: &Place, done: Result<Report, InstallError>) -> Result<bool> {
     match done {
         Ok(report) if place.json => output::json(&report)?,
         Ok(report) => print(place, &report),
-        Err(error) => {
-            let message = ProblemLine(&error).to_string();
-            match place.json {
-                true => output::json(&json!({"failure": message}))?,
-                false => note!("firn: {message}"),
-            }
-            return Ok(false);
-        }
+        Err(error) => return output::failed(place.json, ProblemLine(&error)),
     }
     Ok(true)
 }

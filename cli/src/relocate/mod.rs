@@ -49,13 +49,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
             print(args, bytes, &answer, begun, &steps)?;
             Ok(true)
         }
-        Err(error) => {
-            match args.json {
-                true => output::json(&json!({"failure": error.shown()}))?,
-                false => note!("firn: {}", error.shown()),
-            }
-            Ok(false)
-        }
+        Err(error) => output::failed(args.json, error.shown()),
     }
 }
 

@@ -24,10 +24,7 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
             }))?;
             Ok(true)
         }
-        Err(error) => {
-            output::json(&json!({"failure": error.shown()}))?;
-            Ok(false)
-        }
+        Err(error) => output::failed(true, error.shown()),
     }
 }
 

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
-use crate::output::{self, line, note};
+use crate::output::{self, line};
 use crate::place::Place;
 use crate::steps::Steps;
 use error::RestoreError;
@@ -61,13 +61,7 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
             }
             Ok(true)
         }
-        Err(error) => {
-            match args.json {
-                true => output::json(&json!({"failure": error.shown()}))?,
-                false => note!("firn: {}", error.shown()),
-            }
-            Ok(false)
-        }
+        Err(error) => output::failed(args.json, error.shown()),
     }
 }
 

@@ -248,6 +248,18 @@ impl Client<'_> {
         crate::nothing_left(self.host, id)
     }
 
+    /// A day with this runtime shows what it shows with the stock shim, with these exit statuses.
+    pub fn has_a_day_as(&self, stock: &Self, codes: &str) -> Result<()> {
+        let shown = stock.day()?;
+        assert_eq!(self.day()?, shown);
+        let seen: Vec<&str> = shown
+            .iter()
+            .filter_map(|seen| seen.split(['(', ')']).nth(1))
+            .collect();
+        assert_eq!(seen.concat(), codes, "{shown:?}");
+        Ok(())
+    }
+
     /// A day with it: what each command shows.
     pub fn day(&self) -> Result<Vec<String>> {
         let mut seen = Vec::new();

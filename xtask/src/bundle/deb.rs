@@ -6,16 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use firn_lab::PROGRAMS;
 
 use super::{check, copy_into, output};
 
-const PROGRAMS: [&str; 5] = [
-    "containerd-shim-firn-v2",
-    "firn",
-    "firn-gpu",
-    "firn-hook",
-    "firn-runc",
-];
 const PLUGIN: &str = "libfirn_criu.so";
 /// Scripts that dpkg runs, in config/debian.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
@@ -52,11 +46,11 @@ pub(super) fn build(workspace: &Path, programs: &Path, out: &Path) -> Result<Pat
 
 fn files(workspace: &Path, programs: &Path, root: &Path) -> Result<()> {
     let bin = make(root, "usr/bin")?;
+    let plugins = make(root, "usr/lib/firn")?;
     for name in PROGRAMS {
-        mode(&copy_into(&programs.join(name), &bin)?, 0o755)?;
+        let dir = if name == PLUGIN { &plugins } else { &bin };
+        mode(&copy_into(&programs.join(name), dir)?, 0o755)?;
     }
-    let plugin = copy_into(&programs.join(PLUGIN), &make(root, "usr/lib/firn")?)?;
-    mode(&plugin, 0o755)?;
     let config = workspace.join("config");
     copy_into(&config.join("config.toml"), &make(root, "etc/firn")?)?;
     let units = make(root, "usr/lib/systemd/system")?;

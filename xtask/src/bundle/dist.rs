@@ -14,7 +14,7 @@ use crate::workspace;
 
 const MUSL: &str = "x86_64-unknown-linux-musl";
 /// Without the shim, which is linked statically.
-const PROGRAMS: [&str; 4] = ["firn-gpu", "firn-hook", "firn-runc", "firn"];
+const DYNAMIC: [&str; 4] = ["firn-gpu", "firn-hook", "firn-runc", "firn"];
 const PLUGIN: &str = "libfirn_criu.so";
 const SHIM: &str = "containerd-shim-firn-v2";
 
@@ -91,7 +91,7 @@ fn image(out: &Path, release: &Path, fixed: &Path) -> Result<String> {
     }
     fs::create_dir_all(image.join("release"))?;
     copy_into(fixed, &image)?;
-    for name in PROGRAMS.into_iter().chain([SHIM, PLUGIN]) {
+    for name in firn_lab::PROGRAMS {
         copy_into(&release.join(name), &image.join("release"))?;
     }
     let work = tempfile::tempdir()?;
@@ -112,10 +112,10 @@ fn programs(workspace: &Path, release: &Path) -> Result<PathBuf> {
     fs::create_dir_all(release)?;
     let fixed = build(workspace, &[SHIM, "firn"], Some(MUSL))?;
     copy_into(&fixed.join(SHIM), release)?;
-    let built = build(workspace, &PROGRAMS, None)?;
+    let built = build(workspace, &DYNAMIC, None)?;
     let plugin = ["build", "--release", "--locked", "--package", "firn-criu-plugin"];
     check(cargo().args(plugin).current_dir(workspace))?;
-    for name in PROGRAMS.into_iter().chain([PLUGIN]) {
+    for name in DYNAMIC.into_iter().chain([PLUGIN]) {
         copy_into(&built.join(name), release)?;
     }
     Ok(fixed.join("firn"))

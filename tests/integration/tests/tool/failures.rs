@@ -128,16 +128,7 @@ fn restores_are_refused(host: &GpuHost, job: &Container<'_>) -> Result<()> {
 pub fn a_failure_leaves_nothing_and_the_container_runs(platform: Platform) -> Result<()> {
     on([host(platform, "to-fail", 1)?], |[host]| {
         let job = counter(host)?;
-        let fault = [
-            "simgpu",
-            "fault",
-            "add",
-            "--call",
-            "checkpoint",
-            "--error",
-            "CUDA_ERROR_UNKNOWN",
-        ];
-        host.node().run(&fault)?;
+        host.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_UNKNOWN"])?;
         for to in ["checkpoint/job", "/srv/job.tar", "/srv/image"] {
             refused(host, &["checkpoint", "job", to, "--exit"], "FIRN-GPU-DRIVER")?;
             ensure!(job.status()? == "RUNNING", "after {to}: {}", job.status()?);
@@ -148,7 +139,7 @@ pub fn a_failure_leaves_nothing_and_the_container_runs(platform: Platform) -> Re
                 "{to} is left"
             );
         }
-        host.node().run(&["simgpu", "fault", "clear"])?;
+        host.no_faults()?;
         // The disk is full once the processes are in the content store.
         let full = "mkdir -p /srv/full && mount -t tmpfs -o size=1m tmpfs /srv/full";
         host.node().run(&["sh", "-c", full])?;
@@ -225,16 +216,7 @@ pub fn a_restore_that_fails_leaves_nothing(platform: Platform) -> Result<()> {
         let job = counter(host)?;
         firn(host, &["checkpoint", "job", "/srv/job.tar", "--exit"])?;
         job.forget()?;
-        let fault = [
-            "simgpu",
-            "fault",
-            "add",
-            "--call",
-            "restore",
-            "--error",
-            "CUDA_ERROR_UNKNOWN",
-        ];
-        host.node().run(&fault)?;
+        host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
         let output = failure(host.node().run(&["firn", "restore", "/srv/job.tar"]))?;
         ensure!(output.contains("FIRN-"), "{output}");
         let none = |what: &[&str]| -> Result<()> {
@@ -250,7 +232,7 @@ pub fn a_restore_that_fails_leaves_nothing(platform: Platform) -> Result<()> {
         }
         Container::known(host, "job").nothing_left()?;
         nothing_left(host)?;
-        host.node().run(&["simgpu", "fault", "clear"])?;
+        host.no_faults()?;
         // A part of the file is no checkpoint.
         host.node()
             .run(&["sh", "-c", "head -c 3000000 /srv/job.tar >/srv/part.tar"])?;

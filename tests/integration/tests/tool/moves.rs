@@ -171,20 +171,11 @@ pub fn a_move_that_fails_there_leaves_the_source_running(platform: Platform) -> 
     on(pair(platform, "tm-fail")?, |[a, b]| {
         let job = counter(a)?;
         joined(a, b, || {
-            let fault = [
-                "simgpu",
-                "fault",
-                "add",
-                "--call",
-                "restore",
-                "--error",
-                "CUDA_ERROR_UNKNOWN",
-            ];
-            b.node().run(&fault)?;
+            b.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
             not_moved(a, &[], "FIRN-MOVE-FAILED")?;
             job.goes_on(3)?;
             knows_nothing(b)?;
-            b.node().run(&["simgpu", "fault", "clear"])?;
+            b.no_faults()?;
             // The connection is cut off in the middle.
             wire(a, "cut")?;
             let output = failure(a.node().run(&MOVE))?;
