@@ -223,6 +223,15 @@ impl CallError {
         matches!(self, Self::Call { status, .. } if status.code() == Code::NotFound)
     }
 
+    /// A removal of what somebody else has removed is done: a client that is attached to a task deletes it as
+    /// soon as it ends.
+    pub fn removed(result: Result<(), Self>) -> Result<(), Self> {
+        match result {
+            Err(error) if error.is_absent() => Ok(()),
+            result => result,
+        }
+    }
+
     /// Whether what was to be made is there.
     pub fn is_there(&self) -> bool {
         matches!(self, Self::Call { status, .. } if status.code() == Code::AlreadyExists)

@@ -12,23 +12,34 @@ import time
 INSTALL_DIR = "/opt/firn-gpu"
 # Also the name of the cgroup that ctr puts the containers into.
 NAMESPACE = "firn-gpu"
+# That of CRI, and the image of its sandboxes.
+CRI_NAMESPACE = "k8s.io"
+PAUSE_IMAGE = "firn.test/pause:latest"
 # Where firn's programs look for containers: below the state directory that containerd has by default.
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task"
 CRIU_CONFIG = "/etc/criu/runc.conf"
 FIRN_CONFIG = "/etc/firn/config.toml"
 
 _CONTAINERD_CONFIG = """\
-version = 2
+version = 3
 root = "{work}/root"
 state = "{work}/state"
 disabled_plugins = [
-  "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime", "io.containerd.nri.v1.nri",
+  "io.containerd.nri.v1.nri",
   "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
 ]
 [grpc]
   address = "{work}/containerd.sock"
 [plugins."io.containerd.snapshotter.v1.overlayfs"]
   root_path = "{memory}/snapshots"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "{pause}"
+[plugins."io.containerd.cri.v1.runtime"]
+  restrict_oom_score_adj = true
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.firn]
+  runtime_type = "io.containerd.firn.v2"
+  pod_annotations = ["firn.dev/*"]
+  container_annotations = ["firn.dev/*"]
 """
 
 
@@ -103,10 +114,11 @@ class Host:
             self.put(FIRN_CONFIG, None)
         self._hide_bundles()
         os.makedirs(BUNDLES, exist_ok=True)
-        os.symlink(f"{self.work}/state/{os.path.basename(BUNDLES)}/{NAMESPACE}", f"{BUNDLES}/{NAMESPACE}")
+        for namespace in (NAMESPACE, CRI_NAMESPACE):
+            os.symlink(f"{self.work}/state/{os.path.basename(BUNDLES)}/{namespace}", f"{BUNDLES}/{namespace}")
         config = f"{self.work}/containerd.toml"
         with open(config, "w", encoding="utf-8") as file:
-            file.write(_CONTAINERD_CONFIG.format(work=self.work, memory=self.memory))
+            file.write(_CONTAINERD_CONFIG.format(work=self.work, memory=self.memory, pause=PAUSE_IMAGE))
         with open(self.daemon_log(), "wb") as output:
             self._daemon = subprocess.Popen(
                 ["containerd", "--config", config, "--log-level", "debug"],
@@ -148,9 +160,10 @@ class Host:
                 os.rmdir(cgroup)
 
     def _hide_bundles(self):
-        """Remove the link to the bundles; empty directories above it stay, as a containerd of the machine may count on them."""
-        if os.path.islink(f"{BUNDLES}/{NAMESPACE}"):
-            os.unlink(f"{BUNDLES}/{NAMESPACE}")
+        """Remove the links to the bundles; empty directories above stay, as a containerd of the machine may count on them."""
+        for namespace in (NAMESPACE, CRI_NAMESPACE):
+            if os.path.islink(f"{BUNDLES}/{namespace}"):
+                os.unlink(f"{BUNDLES}/{namespace}")
 
     def daemon_log(self):
         """containerd's log, which holds the shims' lines too."""
@@ -172,9 +185,13 @@ class Host:
         else:
             _write(path, text)
 
-    def ctr(self, *args, deadline, check=True, output=None):
+    def socket(self):
+        """containerd's socket."""
+        return f"{self.work}/containerd.sock"
+
+    def ctr(self, *args, deadline, check=True, output=None, namespace=NAMESPACE):
         """Run ctr; its output is returned, or appended to the file `output`."""
-        command = ["ctr", "--address", f"{self.work}/containerd.sock", "--namespace", NAMESPACE, *args]
+        command = ["ctr", "--address", self.socket(), "--namespace", namespace, *args]
         return self._command(*command, deadline=deadline, check=check, output=output)
 
     def spawn_ctr(self, *args, output):
@@ -185,21 +202,21 @@ class Host:
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
 
-    def run(self, *command, deadline, check=True):
-        """Run a program with the environment of the daemon."""
-        return self._command(*command, deadline=deadline, check=check)
+    def run(self, *command, deadline, check=True, stdin=None):
+        """Run a program with the environment of the daemon, and the text `stdin` as its input."""
+        return self._command(*command, deadline=deadline, check=check, stdin=stdin)
 
-    def _command(self, *command, deadline=None, check=True, output=None):
+    def _command(self, *command, deadline=None, check=True, output=None, stdin=None):
         shown = " ".join(command[:1] + command[5:] if command[0] == "ctr" else command)
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             to = stack.enter_context(open(output, "ab")) if output else subprocess.PIPE
             process = subprocess.Popen(
-                command, env=self.env, stdin=subprocess.DEVNULL, stdout=to, stderr=subprocess.PIPE, text=True,
-                start_new_session=True,
+                command, env=self.env, stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE, stdout=to,
+                stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
             try:
-                out, err = process.communicate(timeout=deadline.left() if deadline else 60)
+                out, err = process.communicate(stdin, timeout=deadline.left() if deadline else 60)
             except subprocess.TimeoutExpired as late:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
@@ -209,9 +226,9 @@ class Host:
             raise Failed(f"{shown}: exit status {process.returncode}: {err.strip()}")
         return subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
 
-    def import_image(self, archive, deadline):
+    def import_image(self, archive, deadline, namespace=NAMESPACE):
         """Import and unpack an OCI archive."""
-        self.ctr("images", "import", "--snapshotter", "overlayfs", archive, deadline=deadline)
+        self.ctr("images", "import", "--snapshotter", "overlayfs", archive, deadline=deadline, namespace=namespace)
 
     def remove_image(self, name, deadline):
         """Remove an image with its content, and what was unpacked of it."""

@@ -7,12 +7,12 @@ import os
 import tarfile
 
 
-def of_directory(source, name, archive):
-    """Write an image of everything below `source`."""
+def of_directory(source, name, archive, command=()):
+    """Write an image of everything below `source`, with the command that its containers run by default."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         tar.add(source, arcname=".", filter=_root_owned)
-    _write(layer.getvalue(), name, archive)
+    _write(layer.getvalue(), name, archive, command)
 
 
 def of_outline(name, archive, root="/"):
@@ -41,7 +41,7 @@ def _root_owned(info):
     return info
 
 
-def _write(layer, name, archive):
+def _write(layer, name, archive, command=()):
     blobs = {}
 
     def blob(data, media_type):
@@ -53,7 +53,7 @@ def _write(layer, name, archive):
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "config": {"Env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"], **({"Cmd": list(command)} if command else {})},
         "rootfs": {"type": "layers", "diff_ids": [layer_descriptor["digest"]]},
     }
     manifest = {

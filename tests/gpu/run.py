@@ -24,6 +24,7 @@ sys.dont_write_bytecode = True  # the scripts lie in a working tree
 
 import cases
 import cdi
+import clients
 import hook_cases
 import host as hosts
 import image
@@ -203,6 +204,7 @@ def known_cases(args):
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
         *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
+        *clients.all_cases(args),
     ]
 
 
@@ -243,6 +245,8 @@ def arguments():
     parser.add_argument("--peer-gib", default="8,32", help="GiB of the cases `peer-SIZE` and `second-SIZE`")
     parser.add_argument("--peer-ways", help="comma list of stock, image, store, store-huge: those of the cases `peer-SIZE`")
     parser.add_argument("--peer-rounds", type=int, default=1, help="rounds of the cases `peer-SIZE`")
+    parser.add_argument("--client-gib", default="0.5", help="GiB of the cases `clients`")
+    parser.add_argument("--client-rounds", type=int, default=2, help="rounds of the cases `tool-SIZE`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")
@@ -300,7 +304,12 @@ def main():
         host.import_image(archive, end)
         image.of_outline(cases.OUTLINE_IMAGE, archive)
         host.import_image(archive, end)
-        os.unlink(archive)
+        pause = f"{host.memory}/pause.tar"
+        image.of_directory(f"{hosts.INSTALL_DIR}/rootfs", hosts.PAUSE_IMAGE, pause, ["/bin/sh", "-c", "while :; do sleep 1000; done"])
+        image.of_directory(f"{hosts.INSTALL_DIR}/rootfs", cases.COUNTER_IMAGE, archive)
+        for path in (archive, pause):
+            host.import_image(path, end, hosts.CRI_NAMESPACE)
+            os.unlink(path)
         setup = cases.Setup(host, args.runtime, gpus, report.evidence, report.log)
         all_cases_end = hosts.Deadline(args.limit)
         for case in selected:

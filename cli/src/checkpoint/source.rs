@@ -188,8 +188,8 @@ impl Source {
     pub async fn end(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
         steps.begin("exit");
         self.containerd.kill(self.id()).await?;
-        self.containerd.wait(self.id()).await?;
-        self.containerd.delete(self.id()).await?;
+        CallError::removed(self.containerd.wait(self.id()).await)?;
+        CallError::removed(self.containerd.delete(self.id()).await)?;
         steps.end();
         Ok(())
     }

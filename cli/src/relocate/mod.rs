@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 
 use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Interrupts, Source, SourceFound};
-use crate::containerd::{Containerd, Snapshot, block_on};
+use crate::containerd::{CallError, Containerd, Snapshot, block_on};
 use crate::oci_image::{self, BaseImage, Blob, Index, Layout, Part, media};
 use crate::output::{self, line, note};
 use crate::steps::Steps;
@@ -273,10 +273,10 @@ fn unknown(args: &MoveArgs) -> MoveError {
 async fn ended(source: &Source, steps: &mut Steps) -> Result<(), MoveError> {
     source.end(steps).await?;
     let (container, containerd) = (&source.container, &source.containerd);
-    containerd.delete_container(&container.id).await?;
+    CallError::removed(containerd.delete_container(&container.id).await)?;
     let snapshot = Snapshot {
         snapshotter: &container.snapshotter,
         key: &container.snapshot_key,
     };
-    Ok(containerd.remove_snapshot(snapshot).await?)
+    Ok(CallError::removed(containerd.remove_snapshot(snapshot).await)?)
 }

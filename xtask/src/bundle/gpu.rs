@@ -64,6 +64,9 @@ const DRIVER_NEEDS: [&str; 6] = [
     "libc.so.6",
 ];
 
+/// Suites, and the clients that they build.
+const CLIENTS: [(&str, &str); 2] = [("nerdctl", "nerdctl"), ("cri", "cri-client")];
+
 /// What the cases run in containers.
 const WORKLOADS: [&str; 2] = ["gpu-counter", "gpu-sample"];
 
@@ -102,6 +105,7 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
     tools(forky.path(), stage.path())?;
     if !cmd.tools_only {
         programs(&workspace, stage.path())?;
+        clients(&target, stage.path())?;
     }
     rootfs(&forky.path().join("usr/bin/busybox"), stage.path())?;
     scripts(&workspace, stage.path())?;
@@ -163,6 +167,27 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     check(cargo().args(plugin).current_dir(workspace))?;
     for name in others.into_iter().chain(["libfirn_criu.so"]) {
         copy_into(&built.join(name), &bin)?;
+    }
+    Ok(())
+}
+
+/// The clients that suites have built: the cases `nerdctl` and `cri` need them.
+fn clients(target: &Path, stage: &Path) -> anyhow::Result<()> {
+    for (suite, program) in CLIENTS {
+        let kept = fs::read_dir(target.join("node/go")).into_iter().flatten();
+        let found = kept.flatten().map(|entry| entry.path()).find(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            name == program || name.starts_with(&format!("{program}-v"))
+        });
+        match found {
+            Some(path) => check(
+                Command::new("strip")
+                    .arg("-o")
+                    .arg(stage.join("bin").join(program))
+                    .arg(path),
+            )?,
+            None => println!("without {program}, which the suite {suite} builds"),
+        }
     }
     Ok(())
 }

@@ -70,8 +70,11 @@ fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
             ensure!(phases.contains(&phase), "no {phase} in {phases:?}");
         }
         job.goes_on(3)?;
-        // A second one of the same container: containerd 1.7 has its spec already.
+        // A second one of the same container: containerd 1.7 has its spec already. An attached client deletes
+        // the task as soon as it ends.
+        let attached = host.node().spawn(&["ctr", "tasks", "attach", "job"])?;
         firn(host, &["checkpoint", "job", "checkpoint/two", "--exit"])?;
+        { attached }.wait()?;
         ensure!(job.status().is_err(), "the task is left");
         job.forget()?;
         // ctr takes both.
