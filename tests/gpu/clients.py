@@ -1,4 +1,4 @@
-"""Other clients than ctr: firn's own commands beside the four commands of ctr, nerdctl, and the kubelet's calls.
+"""Other clients than ctr: the two commands of firn next to the four of ctr, nerdctl, and the kubelet's calls.
 
 The counter writes into a file of the machine, which is mounted into its container: so source and copy write into the
 same one, one after the other, whoever starts them.
@@ -242,7 +242,7 @@ def nerdctl(setup, end, record, gib):
             "run", "--detach", "--runtime", setup.runtime, "--network", "none", "--device", f"nvidia.com/gpu={source_gpus[0]}",
             "--volume", f"{written.directory}:{OUT}", "--name", name, cases.COUNTER_IMAGE, *command(gib))
         before = cases.wait_for_counts(written, end, 1, {}, 3)
-        _, record["checkpoint_s"] = cases.timed(lambda: call("checkpoint", "create", "--leave-running", name, "first"))
+        _, record["checkpoint_s"] = cases.timed(lambda: call("checkpoint", "create", "--leave-running", name, f"of-{name}"))
         record["checkpoint_ms"] = written.timings()
         went_on = cases.wait_for_counts(written, end, 1, cases.counts(written), 2)
         call("kill", name)
@@ -250,7 +250,7 @@ def nerdctl(setup, end, record, gib):
         cases.wait_for_free_gpus(end)
         cases.grant(setup, source_gpus, target_gpus)
         written.hand_over(written.id)
-        _, record["restore_s"] = cases.timed(lambda: call("start", "--checkpoint", "first", name))
+        _, record["restore_s"] = cases.timed(lambda: call("start", "--checkpoint", f"of-{name}", name))
         record["restore_ms"] = written.timings()
         goes_on(written, end, before, went_on, record)
         record["uuid_after"] = cases.check_holders(written, end, target_gpus, gib)
