@@ -22,6 +22,26 @@ from host import Container, Failed
 OUT = "/out"
 # Where the kubelet's calls go.
 CRI_SOCKET = "/run/containerd/containerd.sock"
+# podman's configuration: what it has of its own is below the run's directories.
+CONTAINERS = "/etc/containers"
+STORAGE_CONF = """\
+[storage]
+driver = "vfs"
+graphroot = "{memory}/podman"
+runroot = "{work}/podman-run"
+"""
+CONTAINERS_CONF = """\
+[containers]
+pids_limit = 0
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+conmon_path = ["{bin}/conmon"]
+helper_binaries_dir = ["{work}/helpers"]
+runtime_supports_json = ["firn-runc"]
+[engine.runtimes]
+firn-runc = ["{bin}/firn-runc"]
+"""
 # Checkpoints that pods may name.
 NAMED = "/var/lib/firn-gpu-named"
 
@@ -34,6 +54,7 @@ def all_cases(args):
         *(Case(f"tool-move-{size:g}", 200, 1, partial(moved, gib=size), ("clients",)) for size in sizes),
         *(Case(f"nerdctl-{size:g}", 200, 1, partial(nerdctl, gib=size), ("clients",)) for size in sizes),
         *(Case(f"cri-{size:g}", 200, 1, partial(cri, gib=size), ("clients",)) for size in sizes),
+        *(Case(f"podman-{size:g}", 200, 1, partial(podman, gib=size), ("clients",)) for size in sizes),
         Case("cri-pod", 200, 2, partial(cri_pod, gib=sizes[0]), ("clients",)),
     ]
 
@@ -258,6 +279,63 @@ def nerdctl(setup, end, record, gib):
         setup.host.put(hosts.FIRN_CONFIG, None)
         call("rm", "--force", name)
         cases.wait_for_free_gpus(hosts.Deadline(60))
+
+
+class OfPodman(Written):
+    """A container of podman, in which one process runs."""
+
+    def pids(self, end):
+        return [int(self.host.run("podman", "inspect", "--format", "{{.State.Pid}}", self.name, deadline=end).stdout)]
+
+
+def podman(setup, end, record, gib):
+    """`podman container checkpoint --export`, `podman container restore --import`, on another GPU where there is one."""
+    source_gpus, target_gpus = setup.pick(1)
+    name, host = f"podman-{gib:g}", setup.host
+    written = OfPodman(host, name).open()
+    archive, root = f"{host.memory}/{name}.tar", f"{host.memory}/podman-root.tar"
+    record.update(gib=gib, counters=1, uuid_before=source_gpus)
+    places = {"work": host.work, "memory": host.memory, "bin": f"{hosts.INSTALL_DIR}/bin"}
+    # podman gives most calls of the runtime a PATH of its own.
+    configuration = f'[runc]\npath = "{hosts.INSTALL_DIR}/bin/runc"\n'
+    host.put(hosts.FIRN_CONFIG, configuration)
+    os.makedirs(f"{host.work}/helpers", exist_ok=True)
+    # podman starts with no network plugin in its place only if it finds the program.
+    shutil.copy("/bin/true", f"{host.work}/helpers/netavark")
+    host.put(f"{CONTAINERS}/storage.conf", STORAGE_CONF.format(**places))
+    host.put(f"{CONTAINERS}/containers.conf", CONTAINERS_CONF.format(**places))
+    host.put(f"{CONTAINERS}/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
+
+    def call(*words):
+        return host.run("podman", *words, deadline=end).stdout.strip()
+
+    try:
+        with tarfile.open(root, "w") as tar:
+            tar.add(f"{hosts.INSTALL_DIR}/rootfs", arcname=".")
+        call("import", root, "firn.test/podman:latest")
+        os.unlink(root)
+        call("--runtime", "firn-runc", "run", "--detach", "--network", "none", "--device", f"nvidia.com/gpu={source_gpus[0]}",
+             "--volume", f"{written.directory}:{OUT}", "--name", name, "firn.test/podman:latest", *command(gib))
+        before = cases.wait_for_counts(written, end, 1, {}, 3)
+        _, record["checkpoint_s"] = cases.timed(
+            lambda: call("container", "checkpoint", "--leave-running", "--compress", "none", "--export", archive, name))
+        went_on = cases.wait_for_counts(written, end, 1, cases.counts(written), 2)
+        call("rm", "--force", "--time", "0", name)
+        cases.wait_for_free_gpus(end)
+        host.put(hosts.FIRN_CONFIG, configuration + f'[restore]\ngpus = ["{target_gpus[0]}"]\n')
+        written.hand_over(name)
+        _, record["restore_s"] = cases.timed(lambda: call("--runtime", "firn-runc", "container", "restore", "--import", archive))
+        goes_on(written, end, before, went_on, record)
+        record["uuid_after"] = cases.check_holders(written, end, target_gpus, gib)
+    finally:
+        end = hosts.Deadline(60)
+        call("rm", "--force", "--all", "--time", "0")
+        call("rmi", "--force", "--all")
+        host.put(hosts.FIRN_CONFIG, None)
+        for path in (archive, root):
+            if os.path.exists(path):
+                os.unlink(path)
+        cases.wait_for_free_gpus(end)
 
 
 class Cri:

@@ -25,13 +25,23 @@ use crate::workspace;
 const INSTALL_DIR: &str = "/opt/firn-gpu";
 
 /// Debian packages whose files are taken; apt adds what they depend on.
-const PACKAGES: [&str; 5] = ["containerd", "runc", "criu", "iptables", "busybox-static"];
+const PACKAGES: [&str; 7] = [
+    "containerd",
+    "runc",
+    "criu",
+    "iptables",
+    "busybox-static",
+    "podman",
+    "conmon",
+];
 
 /// Programs taken from the packages.
-const TOOLS: [&str; 7] = [
+const TOOLS: [&str; 9] = [
+    "usr/bin/conmon",
     "usr/bin/containerd",
     "usr/bin/containerd-shim-runc-v2",
     "usr/bin/ctr",
+    "usr/bin/podman",
     "usr/sbin/criu",
     "usr/sbin/runc",
     "usr/sbin/xtables-legacy-multi",
@@ -161,7 +171,14 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     }
     let built = build(workspace, &["containerd-shim-firn-v2"], musl.then_some(MUSL))?;
     copy_into(&built.join("containerd-shim-firn-v2"), &bin)?;
-    let others = ["firn-gpu", "firn-hook", "firn", WORKLOADS[0], WORKLOADS[1]];
+    let others = [
+        "firn-gpu",
+        "firn-hook",
+        "firn",
+        "firn-runc",
+        WORKLOADS[0],
+        WORKLOADS[1],
+    ];
     let built = build(workspace, &others, None)?;
     let plugin = ["build", "--release", "--locked", "--package", "firn-criu-plugin"];
     check(cargo().args(plugin).current_dir(workspace))?;

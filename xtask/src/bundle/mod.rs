@@ -56,7 +56,7 @@ fn write_out(stage: &Path, out: &Path) -> anyhow::Result<u64> {
         check(
             Command::new("tar")
                 .args(options)
-                .args(["--use-compress-program", "xz -6 -T2", "-cf"])
+                .args(["--use-compress-program", "xz -9 -T2", "-cf"])
                 .arg(out)
                 .arg("-C")
                 .arg(stage)
