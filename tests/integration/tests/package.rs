@@ -257,7 +257,10 @@ fn manual_pages_render_without_warnings() -> Result<()> {
     for page in std::fs::read_dir(dir.path())? {
         let page = page?.path();
         let mut groff = Command::new("groff");
-        let shown = groff.args(["-man", "-Tutf8", "-ww"]).arg(&page).output()?;
+        let shown = groff
+            .args(["-man", "-Tutf8", "-ww", "-P-cbou"])
+            .arg(&page)
+            .output()?;
         let warnings = String::from_utf8_lossy(&shown.stderr);
         ensure!(
             shown.status.success() && warnings.is_empty(),
