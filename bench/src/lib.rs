@@ -7,6 +7,7 @@
 
 mod gates;
 mod image;
+mod plot;
 mod progress;
 mod shim;
 mod timed;
@@ -27,7 +28,14 @@ use gates::Gates;
 #[derive(clap::Args)]
 pub struct Cmd {
     #[command(subcommand)]
-    bench: Bench,
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Plot(plot::Options),
+    #[command(flatten)]
+    Bench(Bench),
 }
 
 #[derive(Subcommand)]
@@ -71,13 +79,16 @@ struct Output {
     check: bool,
 }
 
-/// Runs the benchmark, prints its cases and compares them with the gates.
+/// Draws, or runs the benchmark, prints its cases and compares them with the gates.
 pub fn run(cmd: Cmd) -> Result<ExitCode> {
+    let bench = match cmd.command {
+        Command::Plot(options) => return plot::run(&options),
+        Command::Bench(bench) => bench,
+    };
     ensure!(
         geteuid().is_root(),
         "test nodes need root\nhint: run it by sudo -E"
     );
-    let bench = cmd.bench;
     // Read before anything is measured, which takes a while.
     let gates = bench.output().check.then(Gates::read).transpose()?;
     let (name, cases) = bench.measure()?;

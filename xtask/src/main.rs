@@ -32,6 +32,7 @@ enum Cmd {
     Fuzz(fuzz::Cmd),
     Mutants(mutants::Cmd),
     Bench(firn_bench::Cmd),
+    Cast(firn_demo::cast::Cmd),
     Census(census::Cmd),
     Cluster(cluster::Cmd),
     Dist(bundle::dist::Cmd),
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         }
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
+        Cmd::Cast(cmd) => supervised(|| firn_demo::cast::run(&cmd, &workspace()?)),
         Cmd::Census(cmd) => census::run(&cmd),
         Cmd::Cluster(cmd) => supervised(|| cluster::run(&cmd)),
         Cmd::Dist(cmd) => bundle::dist::run(&cmd).map(|()| ExitCode::SUCCESS),

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 /// Copies firn's four programs and its plugin for CRIU to PREFIX/bin, each by rename, so that running
 /// containers keep what they have. With --containerd it also adds the runtime handler `firn` for Kubernetes.
 /// `containerd config dump` has to show the rest of the configuration as it was, or nothing is changed. Also
-/// upgrades: run it again with the new release.
+/// upgrades: run it again, as `upgrade` if you like, with the new release.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Examples:\n  firn install --dry-run\n  firn install --containerd --restart\n\n\
+    visible_alias = "upgrade",
+    after_help = "Examples:\n  firn install --dry-run\n  firn install --containerd --restart\n  \
+                  ./firn upgrade\n\n\
                         Exit status: 0 done, 1 failed, 2 wrong usage."
 )]
 pub struct InstallArgs {

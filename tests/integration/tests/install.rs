@@ -89,7 +89,9 @@ fn a_node_is_as_before_once_firn_is_removed(platform: Platform) -> Result<()> {
         );
         // Another release: the shim's file is longer.
         node.run(&["sh", "-c", "printf x >>/opt/release/containerd-shim-firn-v2"])?;
-        let upgraded = node.run(&INSTALL)?.stdout;
+        let upgraded = node
+            .run(&["/opt/release/firn", "upgrade", "--containerd"])?
+            .stdout;
         ensure!(
             upgraded.contains("/usr/local/bin/containerd-shim-firn-v2: replaced")
                 && upgraded.matches(": unchanged").count() == PROGRAMS.len(),

@@ -219,7 +219,7 @@ fn a_container_ends_with_its_checkpoint(platform: Platform) -> Result<()> {
     on([host(platform, "mv-end", 1)?], |[host]| {
         let job = match platform.suite {
             Suite::Forky => &FOUR_PROCESSES,
-            Suite::Trixie => &ONE,
+            Suite::Trixie | Suite::Noble => &ONE,
         };
         let runtime = host.runtime_for_options()?;
         let source = Container::count_with(
@@ -250,7 +250,7 @@ fn a_container_that_ended_is_restored_here_and_elsewhere(platform: Platform) -> 
     on(pair(platform, "mv-ended")?, |[a, b]| {
         let job = match platform.suite {
             Suite::Forky => &ONE,
-            Suite::Trixie => &TWO_GPUS,
+            Suite::Trixie | Suite::Noble => &TWO_GPUS,
         };
         let runtime = a.runtime_for_options()?;
         b.runtime_for_options()?;

@@ -8,7 +8,8 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Built, Container, GpuHost, PROGRAMS, SimGpu, cases, matrix, on};
+use firn_documents::{Page, console, root};
+use firn_lab::{Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, cases, matrix, on};
 use firn_node::{Node, Platform, wait_for};
 
 const PACKAGE: &str = "/srv/firn.deb";
@@ -81,9 +82,8 @@ fn install(node: &Node) -> Result<()> {
     node.run(&["dpkg", "--install", PACKAGE]).map(drop)
 }
 
-/// Checkpoint with the one, restore with the other, both by the package. Removal refuses while a container
-/// runs, and leaves nothing.
-fn a_job_moves_between_nodes_with_the_package(platform: Platform) -> Result<()> {
+/// Two hosts get the package, do this, and lose it: they are as before.
+fn with_the_package(platform: Platform, work: fn([&GpuHost; 2]) -> Result<()>) -> Result<()> {
     let hosts = [host(platform, "pk-a", 1)?, host(platform, "pk-b", 2)?];
     on(hosts, |[a, b]| {
         let mut before = Vec::new();
@@ -94,7 +94,26 @@ fn a_job_moves_between_nodes_with_the_package(platform: Platform) -> Result<()> 
             node.restart_containerd()?;
         }
         shows_its_manual(a.node())?;
+        work([a, b])?;
+        for (host, before) in [a, b].into_iter().zip(&before) {
+            // Of the runtime that ended last.
+            wait_for("the shim's end", LIMIT, || {
+                Ok((host.shims().count() == 0).then_some(()))
+            })?;
+            host.node().run(&["dpkg", "--purge", "firn"])?;
+            let after = files(host.node())?;
+            let different: Vec<_> = before.symmetric_difference(&after).collect();
+            ensure!(different.is_empty(), "not as before: {different:#?}");
+            host.idle()?;
+        }
+        Ok(())
+    })
+}
 
+/// Checkpoint with the one, restore with the other, both by the package. Removal refuses while a container
+/// runs, and leaves nothing.
+fn a_job_moves_between_nodes_with_the_package(platform: Platform) -> Result<()> {
+    with_the_package(platform, |[a, b]| {
         let source = Container::count(a, "job", &["0"], 1, &[])?;
         source.goes_on(2)?;
         let list = "readlink /proc/[0-9]*/exe | grep containerd-shim";
@@ -114,20 +133,54 @@ fn a_job_moves_between_nodes_with_the_package(platform: Platform) -> Result<()> 
         copy.goes_on(2)?;
         ensure!(copy.gpus_in_use()? == b.uuids(), "it is on another GPU");
         copy.remove()?;
-        for (host, before) in [a, b].into_iter().zip(&before) {
-            host.remove_image("checkpoint/job")?;
-            // Of the runtime that ended last.
-            wait_for("the shim's end", LIMIT, || {
-                Ok((host.shims().count() == 0).then_some(()))
-            })?;
-            host.node().run(&["dpkg", "--purge", "firn"])?;
-            let after = files(host.node())?;
-            let different: Vec<_> = before.symmetric_difference(&after).collect();
-            ensure!(different.is_empty(), "not as before: {different:#?}");
-            host.idle()?;
-        }
-        Ok(())
+        [a, b]
+            .iter()
+            .try_for_each(|host| host.remove_image("checkpoint/job"))
     })
+}
+
+/// The first checkpoint of README.md, on fresh machines.
+fn the_commands_of_the_readme_move_a_job(platform: Platform) -> Result<()> {
+    if !root().join("README.md").is_file() {
+        return Err(Skip::new("the pages are not on this machine").into());
+    }
+    with_the_package(platform, |[a, b]| {
+        play(a, "firn checkpoint job job.tar")?;
+        let source = Container::known(a, "job");
+        source.goes_on(2)?;
+        b.node().install(a.node().path(FILE), FILE, 0o600)?;
+        source.remove()?;
+        play(b, "firn restore job.tar")?;
+        let copy = Container::known(b, "job").moved_before();
+        copy.goes_on(2)?;
+        ensure!(copy.gpus_in_use()? == b.uuids(), "it is on another GPU");
+        copy.remove()
+    })
+}
+
+/// What README.md's commands write.
+const FILE: &str = "/srv/job.tar";
+
+/// Runs the block of README.md with this command, with the option for GPUs that this containerd's ctr knows.
+fn play(host: &GpuHost, command: &str) -> Result<()> {
+    let page = Page::new("README.md", std::fs::read_to_string(root().join("README.md"))?);
+    let blocks = console::blocks(&page);
+    let block = blocks
+        .iter()
+        .find(|block| block.commands.iter().any(|it| it == command));
+    let run = format!("ctr run {} ", host.limits().join(" "));
+    let script = block
+        .with_context(|| format!("README.md has no {command}"))?
+        .script()
+        .replace("ctr run ", &run)
+        .replace(
+            "--device nvidia.com/gpu=0",
+            &host.ctr_gpu_options(&["0"])?.join(" "),
+        )
+        .replace("IMAGE job COMMAND", &format!("{IMAGE} job {COUNTER}"));
+    host.node()
+        .run(&["sh", "-euc", &format!("cd /srv\n{script}")])
+        .map(drop)
 }
 
 /// What the package has for people.
@@ -192,9 +245,45 @@ fn systemd_keeps_the_cdi_file_fresh(platform: Platform) -> Result<()> {
     })
 }
 
+/// Every manual page is what groff understands.
+fn manual_pages_render_without_warnings() -> Result<()> {
+    if Command::new("groff").arg("--version").output().is_err() {
+        return Err(Skip::new("there is no groff (apt-get install groff-base)").into());
+    }
+    let dir = tempfile::tempdir()?;
+    let firn = Built::for_tests()?.program("firn");
+    ensure!(Command::new(firn).arg("man").arg(dir.path()).status()?.success());
+    let mut pages = 0;
+    for page in std::fs::read_dir(dir.path())? {
+        let page = page?.path();
+        let mut groff = Command::new("groff");
+        let shown = groff
+            .args(["-man", "-Tutf8", "-ww", "-P-cbou"])
+            .arg(&page)
+            .output()?;
+        let warnings = String::from_utf8_lossy(&shown.stderr);
+        ensure!(
+            shown.status.success() && warnings.is_empty(),
+            "{}: {warnings}",
+            page.display()
+        );
+        let text = String::from_utf8_lossy(&shown.stdout);
+        ensure!(text.contains("SYNOPSIS"), "{} shows {text}", page.display());
+        pages += 1;
+    }
+    ensure!(pages > 20, "only {pages} pages");
+    Ok(())
+}
+
 fn main() -> ExitCode {
-    matrix::run(&cases! {
+    let cases = cases! {
         a_job_moves_between_nodes_with_the_package [FORKY, TRIXIE_V2];
+        the_commands_of_the_readme_move_a_job [NOBLE_V2];
         systemd_keeps_the_cdi_file_fresh [FORKY_SYSTEMD, TRIXIE_SYSTEMD];
-    })
+    };
+    let pages = matrix::without_node(
+        "manual_pages_render_without_warnings",
+        manual_pages_render_without_warnings,
+    );
+    matrix::run_with(&cases, [pages])
 }

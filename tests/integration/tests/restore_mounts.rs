@@ -72,7 +72,7 @@ fn mounts_are_reported(copy: &Container<'_>, reported: &str) -> Result<()> {
 fn a_node_with_its_driver_elsewhere_restores(platform: Platform) -> Result<()> {
     let (dir, cdi) = match platform.suite {
         Suite::Forky => ("/srv/driver/lib", Some(DRIVER_IN_SRV)),
-        Suite::Trixie => ("/usr/local/nvidia/lib64", None),
+        Suite::Trixie | Suite::Noble => ("/usr/local/nvidia/lib64", None),
     };
     on(
         [host(platform, "mt-a", 1)?, host(platform, "mt-b", 2)?],

@@ -245,7 +245,7 @@ fn files_that_criu_opens_are_the_targets(platform: Platform) -> Result<()> {
     // On one suite with mounts made as CRIU made them before.
     let more = match platform.suite {
         Suite::Forky => "",
-        Suite::Trixie => "mntns-compat-mode\n",
+        Suite::Trixie | Suite::Noble => "mntns-compat-mode\n",
     };
     let hosts = [
         host_with(platform, "vn-a", "3")?,

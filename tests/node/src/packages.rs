@@ -34,7 +34,7 @@ impl Node {
 }
 
 /// The directory with the archives.
-fn kept(suite: Suite, packages: &[&str]) -> Result<PathBuf> {
+pub(crate) fn kept(suite: Suite, packages: &[&str]) -> Result<PathBuf> {
     let store = Store::open()?;
     let dir = store.packages()?;
     let kept = dir.join(format!("{suite}-{}", fingerprint(packages)));
@@ -48,8 +48,9 @@ fn kept(suite: Suite, packages: &[&str]) -> Result<PathBuf> {
     Ok(kept)
 }
 
-/// Downloads the packages into `cache/archives` of this directory.
-fn fetch(dir: &Path, root: &Path, suite: Suite, packages: &[&str]) -> Result<()> {
+/// Downloads packages of Debian, and what they need that `root` lacks, into `cache/archives` of this
+/// directory.
+pub(crate) fn fetch(dir: &Path, root: &Path, suite: Suite, packages: &[&str]) -> Result<()> {
     for made in ["etc", "state/lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(dir.join(made))?;
     }

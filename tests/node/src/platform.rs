@@ -1,4 +1,4 @@
-//! What a test node can be: a Debian suite, a cgroup version, and whether systemd is its init.
+//! What a test node can be: a suite of Debian or Ubuntu, a cgroup version, and whether systemd is its init.
 
 use std::fmt;
 
@@ -32,6 +32,8 @@ impl Platform {
     pub const TRIXIE_V2: Self = Self::new(Suite::Trixie, Cgroup::V2);
     /// containerd 1.7 with cgroup v2 and systemd.
     pub const TRIXIE_SYSTEMD: Self = Self::TRIXIE_V2.with_systemd();
+    /// Ubuntu 24.04, containerd 1.7 with cgroup v2.
+    pub const NOBLE_V2: Self = Self::new(Suite::Noble, Cgroup::V2);
 
     /// A platform without systemd.
     pub const fn new(suite: Suite, cgroup: Cgroup) -> Self {

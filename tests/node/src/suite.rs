@@ -1,4 +1,5 @@
-//! The Debian suites that nodes are made of, the packages in them, and everything in which the suites differ.
+//! The suites of Debian and Ubuntu that nodes are made of, the packages in them, and everything in which they
+//! differ.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +7,9 @@ use std::str::FromStr;
 use anyhow::bail;
 use serde::{Deserialize, Serialize};
 
-/// Packages of every node in addition to Debian's minimal base. tini is the node's init, or systemd where
-/// that is asked for; CRIU locks networks with iptables; crun loads libcriu when it wants to dump.
-pub(crate) const PACKAGES: &[&str] = &[
+/// Packages of every node of Debian in addition to the minimal base. tini is the node's init, or systemd
+/// where that is asked for; CRIU locks networks with iptables; crun loads libcriu when it wants to dump.
+const PACKAGES: &[&str] = &[
     "busybox-static",
     "ca-certificates",
     "containerd",
@@ -23,7 +24,27 @@ pub(crate) const PACKAGES: &[&str] = &[
     "tini",
 ];
 
-/// A Debian suite, chosen for the containerd in it.
+/// As `PACKAGES`, of Ubuntu 24.04, and the libraries that CRIU needs. CRIU is not in it.
+const UBUNTU_PACKAGES: &[&str] = &[
+    "busybox-static",
+    "ca-certificates",
+    "containerd",
+    "crun",
+    "iptables",
+    "iproute2",
+    "libbsd0",
+    "libgnutls30t64",
+    "libnet1",
+    "libnftables1",
+    "libnl-3-200",
+    "libprotobuf-c1",
+    "procps",
+    "runc",
+    "systemd",
+    "tini",
+];
+
+/// A suite of Debian or Ubuntu, chosen for the containerd in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Suite {
@@ -31,17 +52,36 @@ pub enum Suite {
     Trixie,
     /// containerd 2.1, runc 1.3, CRIU 4.2.
     Forky,
+    /// Ubuntu 24.04: containerd 1.7, runc 1.1, and trixie's CRIU, because it has none.
+    Noble,
 }
 
 impl Suite {
     /// Every suite, oldest first.
-    pub const ALL: [Self; 2] = [Self::Trixie, Self::Forky];
+    pub const ALL: [Self; 3] = [Self::Noble, Self::Trixie, Self::Forky];
 
-    /// Debian's name of the suite.
+    /// Its name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Trixie => "trixie",
             Self::Forky => "forky",
+            Self::Noble => "noble",
+        }
+    }
+
+    /// The packages of every node.
+    pub(crate) fn packages(self) -> &'static [&'static str] {
+        match self {
+            Self::Trixie | Self::Forky => PACKAGES,
+            Self::Noble => UBUNTU_PACKAGES,
+        }
+    }
+
+    /// Packages of another suite that every node has, too.
+    pub(crate) fn borrowed(self) -> Option<(Self, &'static [&'static str])> {
+        match self {
+            Self::Trixie | Self::Forky => None,
+            Self::Noble => Some((Self::Trixie, &["criu", "libcompel1"])),
         }
     }
 
@@ -77,7 +117,7 @@ impl Suite {
     /// Version of its containerd's configuration file.
     pub fn config_version(self) -> u32 {
         match self {
-            Self::Trixie => 2,
+            Self::Trixie | Self::Noble => 2,
             Self::Forky => 3,
         }
     }
@@ -85,7 +125,7 @@ impl Suite {
     /// The plugin of its containerd that has the runtimes of Kubernetes.
     pub fn cri_plugin(self) -> &'static str {
         match self {
-            Self::Trixie => "io.containerd.grpc.v1.cri",
+            Self::Trixie | Self::Noble => "io.containerd.grpc.v1.cri",
             Self::Forky => "io.containerd.cri.v1.runtime",
         }
     }
@@ -95,7 +135,7 @@ impl Suite {
     pub fn cri_config(self, sandbox_image: &str) -> String {
         let cri = self.cri_plugin();
         match self {
-            Self::Trixie => {
+            Self::Trixie | Self::Noble => {
                 format!("[plugins.{cri:?}]\nsandbox_image = {sandbox_image:?}\nenable_cdi = true\n")
             }
             Self::Forky => format!(
@@ -109,7 +149,7 @@ impl Suite {
     pub(crate) fn containerd_config(self, cri: bool) -> String {
         let version = self.config_version();
         let cri_plugins: &[&str] = match self {
-            Self::Trixie => &["io.containerd.grpc.v1.cri"],
+            Self::Trixie | Self::Noble => &["io.containerd.grpc.v1.cri"],
             Self::Forky => &[
                 "io.containerd.grpc.v1.cri",
                 "io.containerd.cri.v1.images",
@@ -137,7 +177,9 @@ impl FromStr for Suite {
     fn from_str(text: &str) -> anyhow::Result<Self> {
         match Self::ALL.into_iter().find(|suite| suite.as_str() == text) {
             Some(suite) => Ok(suite),
-            None => bail!("no such suite: {text:?}\nhint: trixie (containerd 1.7) or forky (containerd 2.1)"),
+            None => bail!(
+                "no such suite: {text:?}\nhint: trixie or noble (containerd 1.7), forky (containerd 2.1)"
+            ),
         }
     }
 }

@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use firn_lab::PROGRAMS;
 
+use super::arch::Arch;
 use super::{check, copy_into, output};
 
 const PLUGIN: &str = "libfirn_criu.so";
@@ -23,21 +24,20 @@ const COMPLETIONS: [(&str, &str); 3] = [
 const DOC: &str = "usr/share/doc/firn";
 const MANUAL: &str = "usr/share/man/man1";
 
-/// Makes `firn_VERSION_ARCH.deb` in `out` of the programs in `programs`. Returns its path.
-pub(super) fn build(workspace: &Path, programs: &Path, out: &Path) -> Result<PathBuf> {
+/// Makes `firn_VERSION_ARCH.deb` in `out` of the programs in `programs`. Returns its name.
+pub(super) fn build(workspace: &Path, programs: &Path, out: &Path, arch: Arch) -> Result<String> {
     let version = env!("CARGO_PKG_VERSION");
-    let arch = output(Command::new("dpkg").arg("--print-architecture"))?;
-    let arch = arch.trim();
     let stage = tempfile::tempdir()?;
     let root = stage.path();
     files(workspace, programs, root)?;
-    documents(workspace, programs, root)?;
-    control(workspace, root, version, arch)?;
-    let package = out.join(format!("firn_{version}_{arch}.deb"));
+    documents(workspace, programs, root, arch)?;
+    control(workspace, root, version, arch.debian())?;
+    let package = format!("firn_{version}_{}.deb", arch.debian());
     check(
         Command::new("dpkg-deb")
             .args(["--root-owner-group", "-Zxz", "--build"])
-            .args([root, &package])
+            .arg(root)
+            .arg(out.join(&package))
             // Times of files in the package: the same sources make the same bytes.
             .env("SOURCE_DATE_EPOCH", "0"),
     )?;
@@ -64,14 +64,14 @@ fn files(workspace: &Path, programs: &Path, root: &Path) -> Result<()> {
     Ok(())
 }
 
-fn documents(workspace: &Path, programs: &Path, root: &Path) -> Result<()> {
+fn documents(workspace: &Path, programs: &Path, root: &Path, arch: Arch) -> Result<()> {
     let firn = programs.join("firn");
     let manual = make(root, MANUAL)?;
-    check(Command::new(&firn).arg("man").arg(&manual))?;
+    check(arch.run(&firn).arg("man").arg(&manual))?;
     for (shell, path) in COMPLETIONS {
         let path = root.join(path);
         fs::create_dir_all(path.parent().context("a file has a directory")?)?;
-        fs::write(&path, output(Command::new(&firn).args(["completions", shell]))?)?;
+        fs::write(&path, output(arch.run(&firn).args(["completions", shell]))?)?;
     }
     let doc = make(root, DOC)?;
     fs::copy(workspace.join("LICENSE"), doc.join("copyright"))?;

@@ -5,34 +5,48 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use firn_lab::PROGRAMS;
 use firn_node::Image;
 
-use super::gpu::{build, have_target};
+use super::arch::{Arch, Libc};
 use super::{check, copy_into, deb, install_missing, mib, output, sbom, write_out};
-use crate::tools::cargo;
 use crate::workspace;
 
-const MUSL: &str = "x86_64-unknown-linux-musl";
-/// Without the shim, which is linked statically.
-const DYNAMIC: [&str; 4] = ["firn-gpu", "firn-hook", "firn-runc", "firn"];
+/// The packages whose programs are linked dynamically: those that open libraries, or are such a library.
+const DYNAMIC: [&str; 5] = [
+    "firn-worker",
+    "firn-hook",
+    "firn-runc",
+    "firn",
+    "firn-criu-plugin",
+];
 const PLUGIN: &str = "libfirn_criu.so";
+const RUNC: &str = "firn-runc";
 const SHIM: &str = "containerd-shim-firn-v2";
 
-/// Make a release: an archive of the programs, a Debian package, and the image that installs them in a
-/// cluster
+/// Make a release: for each processor an archive of the programs and a Debian package, and the image that
+/// installs them in a cluster
 ///
-/// Writes to DIR firn-VERSION-ARCH.tar.xz (the programs, config/ and LICENSE), firn_VERSION_ARCH.deb (with
-/// manual pages, completions and units for systemd), image/ (what config/Containerfile copies),
-/// firn-image-VERSION.tar (the same image without a builder, for `ctr images import` or `skopeo copy
-/// oci-archive:`), firn-VERSION.cdx.json (what all of it is built from, as CycloneDX has it), and SHA256SUMS.
-/// The same sources make the same bytes with the same compiler.
+/// Writes to DIR, for each processor, firn-VERSION-ARCH.tar.xz (the programs, config/ and LICENSE),
+/// firn_VERSION_ARCH.deb (with manual pages, completions and units for systemd) and
+/// firn-VERSION-ARCH.cdx.json (what they are built from, as CycloneDX has it); for this machine's processor
+/// also image/ (what config/Containerfile copies) and firn-image-VERSION.tar (the same image without a
+/// builder, for `ctr images import` or `skopeo copy oci-archive:`); and SHA256SUMS. For the other processor
+/// it installs a C compiler and qemu with apt where they are missing. Every program is started once. The same
+/// sources make the same bytes with the same compilers, wherever they lie.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Where the release is written
     #[arg(long, value_name = "DIR", default_value = "target/dist")]
     out: PathBuf,
+    /// A processor; may be given twice. Default: both
+    #[arg(long, value_name = "ARCH")]
+    arch: Vec<Arch>,
+    /// Make the release twice, the second time of a copy of the sources elsewhere, and compare
+    #[arg(long)]
+    twice: bool,
     /// Only make the Debian package, of the programs that are in this directory
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["arch", "twice"])]
     deb_of: Option<PathBuf>,
 }
 
@@ -41,45 +55,82 @@ pub fn run(cmd: &Cmd) -> Result<()> {
     let workspace = workspace()?;
     if let Some(programs) = &cmd.deb_of {
         fs::create_dir_all(&cmd.out).with_context(|| format!("make {}", cmd.out.display()))?;
-        println!("{}", deb::build(&workspace, programs, &cmd.out)?.display());
+        let package = deb::build(&workspace, programs, &cmd.out, Arch::own()?)?;
+        println!("{}", cmd.out.join(package).display());
         return Ok(());
     }
-    ensure!(
-        have_target(&workspace, MUSL)?,
-        "the static programs need the target {MUSL}\nhint: rustup target add {MUSL}"
-    );
+    let arches = match &cmd.arch[..] {
+        [] => &Arch::ALL[..],
+        some => some,
+    };
     let out = workspace.join(&cmd.out);
-    fs::create_dir_all(&out).with_context(|| format!("make {}", out.display()))?;
+    let sums = release(&workspace, &out, arches)?;
+    print!("{sums}");
+    if cmd.twice {
+        let copy = tempfile::tempdir_in(workspace.join("target"))?;
+        let sources = copy.path().join("sources");
+        copy_sources(&workspace, &sources)?;
+        let again = release(&sources, &copy.path().join("out"), arches)?;
+        ensure!(again == sums, "the second time the sums were\n{again}");
+        println!("the same bytes the second time");
+    }
+    Ok(())
+}
+
+/// Makes the release of the sources in `workspace`. Returns the sums of its files.
+fn release(workspace: &Path, out: &Path, arches: &[Arch]) -> Result<String> {
+    fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
+    let mut files = Vec::new();
+    for arch in arches {
+        files.extend(for_arch(workspace, out, *arch)?);
+    }
+    let sums = output(Command::new("sha256sum").args(&files).current_dir(out))?;
+    fs::write(out.join("SHA256SUMS"), &sums)?;
+    Ok(sums)
+}
+
+/// Makes what is for this processor. Returns the names of the files.
+fn for_arch(workspace: &Path, out: &Path, arch: Arch) -> Result<Vec<String>> {
+    arch.prepare()?;
     let version = env!("CARGO_PKG_VERSION");
     let stage = tempfile::tempdir()?;
-    let name = format!("firn-{version}-{}", std::env::consts::ARCH);
-    let release = stage.path().join(&name);
-    let fixed = programs(&workspace, &release)?;
+    let name = format!("firn-{version}-{arch}");
+    let programs = stage.path().join(&name);
+    build_programs(workspace, &programs, arch)?;
+    start(&programs, arch)?;
     for file in ["LICENSE", "config"] {
         check(
             Command::new("cp")
                 .args(["-a", "--"])
                 .arg(workspace.join(file))
-                .arg(&release),
+                .arg(&programs),
         )?;
     }
-    let archive = out.join(format!("{name}.tar.xz"));
-    let packed = write_out(stage.path(), &archive)?;
-    println!("{}: {}", archive.display(), mib(packed));
-    let package = deb::build(&workspace, &release, &out)?;
-    let sbom = format!("firn-{version}.cdx.json");
-    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-    fs::write(out.join(&sbom), sbom::document(&workspace, &target)?)?;
-    let image = image(&out, &release, &fixed)?;
-    let package = package.file_name().context("a package has a name")?;
-    sums(
-        &out,
-        &[
-            &format!("{name}.tar.xz"),
-            &package.to_string_lossy(),
-            &sbom,
-            &image,
-        ],
+    let archive = format!("{name}.tar.xz");
+    let packed = write_out(stage.path(), &out.join(&archive))?;
+    println!("{archive}: {}", mib(packed));
+    let package = deb::build(workspace, &programs, out, arch)?;
+    let sbom = format!("{name}.cdx.json");
+    let target = arch.target(Libc::Gnu);
+    fs::write(out.join(&sbom), sbom::document(workspace, &target)?)?;
+    let mut files = vec![archive, package, sbom];
+    if arch.is_own() {
+        // The image has no C library of the node.
+        let fixed = build(workspace, arch, Libc::Musl, &["firn"])?;
+        files.push(image(out, &programs, &fixed.join("firn"))?);
+    }
+    Ok(files)
+}
+
+/// Copies the files that git has, as they are now.
+fn copy_sources(workspace: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to)?;
+    let copy = "git ls-files -z | tar --null -T - -c | tar -x -C \"$0\"";
+    check(
+        Command::new("sh")
+            .args(["-euc", copy])
+            .arg(to)
+            .current_dir(workspace),
     )
 }
 
@@ -91,7 +142,7 @@ fn image(out: &Path, release: &Path, fixed: &Path) -> Result<String> {
     }
     fs::create_dir_all(image.join("release"))?;
     copy_into(fixed, &image)?;
-    for name in firn_lab::PROGRAMS {
+    for name in PROGRAMS {
         copy_into(&release.join(name), &image.join("release"))?;
     }
     let work = tempfile::tempdir()?;
@@ -106,24 +157,68 @@ fn image(out: &Path, release: &Path, fixed: &Path) -> Result<String> {
     Ok(name)
 }
 
-/// Builds the programs into the directory. Returns the statically linked `firn`, for an image that has no C
-/// library.
-fn programs(workspace: &Path, release: &Path) -> Result<PathBuf> {
+/// Builds the programs into the directory.
+fn build_programs(workspace: &Path, release: &Path, arch: Arch) -> Result<()> {
     fs::create_dir_all(release)?;
-    let fixed = build(workspace, &[SHIM, "firn"], Some(MUSL))?;
+    // By itself: packages that are built together get the features that any of them asks for.
+    let fixed = build(workspace, arch, Libc::Musl, &["firn-shim"])?;
     copy_into(&fixed.join(SHIM), release)?;
-    let built = build(workspace, &DYNAMIC, None)?;
-    let plugin = ["build", "--release", "--locked", "--package", "firn-criu-plugin"];
-    check(cargo().args(plugin).current_dir(workspace))?;
-    for name in DYNAMIC.into_iter().chain([PLUGIN]) {
+    let built = build(workspace, arch, Libc::Gnu, &DYNAMIC)?;
+    for name in PROGRAMS.into_iter().filter(|name| *name != SHIM) {
         copy_into(&built.join(name), release)?;
     }
-    Ok(fixed.join("firn"))
+    Ok(())
 }
 
-fn sums(out: &Path, files: &[&str]) -> Result<()> {
-    let sums = output(Command::new("sha256sum").args(files).current_dir(out))?;
-    fs::write(out.join("SHA256SUMS"), &sums)?;
-    print!("{sums}");
+/// Builds the packages and returns the directory with their programs.
+fn build(workspace: &Path, arch: Arch, libc: Libc, packages: &[&str]) -> Result<PathBuf> {
+    arch.add_target(libc, workspace)?;
+    let target = arch.target(libc);
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
+    let home = home.context("find cargo's directory")?;
+    // Where sources lie stands in messages of panics.
+    let flags = [(home.as_path(), "/cargo"), (workspace, "/firn")]
+        .map(|(from, to)| format!("\"--remap-path-prefix={}={to}\"", from.display()));
+    let flags = format!("target.{target}.rustflags=[{}]", flags.join(","));
+    let mut cargo = arch.cargo(libc);
+    cargo.args([
+        "build",
+        "--release",
+        "--locked",
+        "--target",
+        &target,
+        "--config",
+        &flags,
+    ]);
+    cargo.args(packages.iter().flat_map(|package| ["--package", package]));
+    check(cargo.current_dir(workspace).env_remove("CARGO_TARGET_DIR"))?;
+    Ok(workspace.join("target").join(target).join("release"))
+}
+
+/// Starts every program, on qemu where this machine is another one. The plugin is a library.
+fn start(programs: &Path, arch: Arch) -> Result<()> {
+    let version = env!("CARGO_PKG_VERSION");
+    for name in PROGRAMS {
+        let program = programs.join(name);
+        arch.check(&program)?;
+        let (option, expected) = match name {
+            PLUGIN => continue,
+            SHIM => ("-v", version),
+            // It becomes runc, and there is none in this PATH.
+            RUNC => ("--version", "FIRN-RUNC-MISSING"),
+            _ => ("--version", version),
+        };
+        let started = arch.run(&program).arg(option).env("PATH", "/").output();
+        let started = started.with_context(|| format!("start {name}"))?;
+        let shown = [started.stdout, started.stderr].concat();
+        let shown = String::from_utf8_lossy(&shown);
+        ensure!(
+            shown.contains(expected),
+            "{name} {option}: {}: {shown:?}",
+            started.status
+        );
+    }
+    println!("{arch}: every program starts");
     Ok(())
 }

@@ -275,7 +275,7 @@ fn scripts(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
 }
 
 /// Builds the named programs and returns the directory that holds them.
-pub(super) fn build(workspace: &Path, bins: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
+fn build(workspace: &Path, bins: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut cargo = cargo();
     cargo
         .args(["build", "--release", "--locked"])
@@ -293,7 +293,7 @@ pub(super) fn build(workspace: &Path, bins: &[&str], target: Option<&str>) -> an
 }
 
 /// Whether this toolchain builds for `target`; adds the target where rustup can.
-pub(super) fn have_target(workspace: &Path, target: &str) -> anyhow::Result<bool> {
+fn have_target(workspace: &Path, target: &str) -> anyhow::Result<bool> {
     let installed = Command::new("rustup")
         .args(["target", "list", "--installed"])
         .current_dir(workspace)

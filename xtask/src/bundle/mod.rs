@@ -1,6 +1,7 @@
 //! Archives for machines that cannot install packages: `cargo xtask gpu-bundle` and
 //! `cargo xtask suite-bundle`.
 
+mod arch;
 mod deb;
 mod debs;
 pub mod dist;

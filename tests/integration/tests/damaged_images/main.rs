@@ -305,7 +305,7 @@ fn no_damaged_or_hostile_image_gains_privileges(platform: Platform) -> Result<()
     let host = GpuHost::for_test(platform, "im", &[SimGpu::h200(1)])?;
     on([host], |[host]| match platform.suite {
         Suite::Forky => all_damages(host),
-        Suite::Trixie => damages_for_other_programs(host),
+        Suite::Trixie | Suite::Noble => damages_for_other_programs(host),
     })
 }
 
