@@ -1,6 +1,7 @@
 //! The command line.
 
 pub mod checkpoint;
+pub mod config;
 pub mod relocate;
 pub mod restore;
 
@@ -15,6 +16,7 @@ use crate::install::args::{InstallArgs, UninstallArgs};
 
 use crate::store::args::StoreCommand;
 use checkpoint::CheckpointArgs;
+use config::ConfigCommand;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
@@ -51,6 +53,8 @@ pub enum Command {
     Man(ManArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
+    #[command(subcommand)]
+    Config(ConfigCommand),
     #[command(subcommand)]
     Store(StoreCommand),
 }

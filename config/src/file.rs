@@ -1,15 +1,16 @@
 //! The configuration file: its sections, their defaults, reading it.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::Problem;
-use serde::de::Error;
 use serde::{Deserialize, Serialize};
 
+use crate::mistake::{Keys, Mistake, MistakeKind};
 use crate::names;
-use crate::section::{self, Section, UnknownKeys, Word, sections};
+use crate::section::{self, Found, Section, UnknownKeys, Word, sections};
 
 sections! {
     /// The node's configuration.
@@ -426,12 +427,42 @@ pub enum ConfigError {
     )]
     Read { path: PathBuf, source: io::Error },
     /// The file is not valid: syntax, an unknown key, or a value of the wrong shape.
-    #[error("invalid configuration {}", path.display())]
-    #[problem("FIRN-CONFIG-INVALID", "correct the named key; `firn doctor` checks the file")]
-    Invalid {
-        path: PathBuf,
-        source: Box<toml::de::Error>,
-    },
+    #[error("invalid configuration {}: {}", path.display(), listed(mistakes))]
+    #[problem(
+        "FIRN-CONFIG-INVALID",
+        "correct these lines; `firn config check` shows all mistakes in firn's configuration"
+    )]
+    Invalid { path: PathBuf, mistakes: Vec<Mistake> },
+}
+
+fn listed(mistakes: &[Mistake]) -> String {
+    let all: Vec<String> = mistakes.iter().map(ToString::to_string).collect();
+    all.join("; ")
+}
+
+/// The file as it was read.
+#[derive(Debug)]
+pub struct Reading {
+    /// Its values; the defaults where it has none or wrong ones, and everywhere if it is not TOML.
+    pub config: Config,
+    pub mistakes: Vec<Mistake>,
+    /// The line of each key that it has, as `restore.gpus`.
+    pub lines: BTreeMap<String, usize>,
+}
+
+impl Reading {
+    /// What the file means for an operation that goes by these keys.
+    fn of_keys(self, path: &Path, keys: Keys) -> Result<Config, ConfigError> {
+        let mistakes = self.mistakes.into_iter();
+        let mistakes: Vec<Mistake> = mistakes.filter(|mistake| mistake.prevents(keys)).collect();
+        match mistakes.is_empty() {
+            true => Ok(self.config),
+            false => Err(ConfigError::Invalid {
+                path: path.to_owned(),
+                mistakes,
+            }),
+        }
+    }
 }
 
 impl Config {
@@ -443,41 +474,68 @@ impl Config {
         }
     }
 
-    /// Reads the node's configuration. No file: the defaults.
-    pub fn load() -> Result<Self, ConfigError> {
-        Self::load_from(&Self::path())
+    /// Reads the node's configuration for an operation that goes by these keys. Mistakes elsewhere do not
+    /// count. No file: the defaults.
+    pub fn load(keys: Keys) -> Result<Self, ConfigError> {
+        let path = Self::path();
+        Self::read(&path)?.of_keys(&path, keys)
     }
 
-    /// Reads this file. No file: the defaults.
-    pub fn load_from(path: &Path) -> Result<Self, ConfigError> {
-        let mut config = Self::default();
-        read(path, &mut config, UnknownKeys::Refuse)?;
-        match config.images.bulk == Bulk::Store && config.images.store.is_none() {
-            true => Err(invalid(path, toml::de::Error::custom(NO_STORE))),
-            false => Ok(config),
+    /// Reads the node's configuration for what a mistake must not prevent, as the start of a container or a
+    /// rollback. A key with a mistake has its default, or the value that permits least.
+    pub fn load_what_is_valid() -> (Self, Option<ConfigError>) {
+        let path = Self::path();
+        match Self::read(&path) {
+            Err(error) => (Self::default(), Some(error)),
+            Ok(Reading {
+                mut config, mistakes, ..
+            }) => {
+                if mistakes.iter().any(|mistake| mistake.prevents(Keys::JOB_HOOKS)) {
+                    config.checkpoint.hooks = JobHooks::Refuse;
+                }
+                let error = (!mistakes.is_empty()).then_some(ConfigError::Invalid { path, mistakes });
+                (config, error)
+            }
         }
+    }
+
+    /// Reads this file with all its mistakes. No file: the defaults.
+    pub fn read(path: &Path) -> Result<Reading, ConfigError> {
+        let mut config = Self::default();
+        let Found { mut mistakes, lines } = read(path, &mut config, UnknownKeys::Refuse)?;
+        if config.images.bulk == Bulk::Store && config.images.store.is_none() {
+            mistakes.push(Mistake {
+                line: lines.get(BULK).copied().unwrap_or_default(),
+                key: BULK.to_owned(),
+                kind: MistakeKind::Value,
+                problem: "\"store\" needs the key store".to_owned(),
+            });
+            config.images.bulk = Bulk::Inline;
+        }
+        Ok(Reading {
+            config,
+            mistakes,
+            lines,
+        })
     }
 }
 
-const NO_STORE: &str = "bulk = \"store\" of [images] needs the key store";
+const BULK: &str = "images.bulk";
 
 /// Reads a file into a section that holds the defaults. No file: these stay.
-pub(crate) fn read(path: &Path, section: &mut dyn Section, unknown: UnknownKeys) -> Result<(), ConfigError> {
-    let text = match std::fs::read_to_string(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+pub(crate) fn read(
+    path: &Path,
+    section: &mut dyn Section,
+    unknown: UnknownKeys,
+) -> Result<Found, ConfigError> {
+    let text = match std::fs::read(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::default()),
         read => read.map_err(|source| ConfigError::Read {
             path: path.to_owned(),
             source,
         })?,
     };
-    section::read(&text, section, unknown).map_err(|error| invalid(path, error))
-}
-
-fn invalid(path: &Path, error: toml::de::Error) -> ConfigError {
-    ConfigError::Invalid {
-        path: path.to_owned(),
-        source: Box::new(error),
-    }
+    Ok(section::read(&String::from_utf8_lossy(&text), section, unknown))
 }
 
 #[cfg(test)]

@@ -108,7 +108,11 @@ impl Toolkit {
     /// By this file, in the mode of the program's name.
     fn load_from(path: &Path, mode: Option<&str>) -> Result<Self, ConfigError> {
         let mut file = File::default();
-        read(path, &mut file, UnknownKeys::Ignore)?;
+        let mistakes = read(path, &mut file, UnknownKeys::Ignore)?.mistakes;
+        if !mistakes.is_empty() {
+            let path = path.to_owned();
+            return Err(ConfigError::Invalid { path, mistakes });
+        }
         let mode = mode.unwrap_or(&file.nvidia_container_runtime.mode).to_owned();
         Ok(Self::of(file, &mode))
     }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::pin::Pin;
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_gpu::Backend;
 use firn_host::{Chain, ProblemLine};
 use firn_oci::criu_config::CriuConfig;
@@ -24,7 +24,7 @@ use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::restore::{self, ImageStore, Named, Node, Preparation, Refusal, RestoreError, Wish};
 use crate::runc::Runc;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 pub use crate::gpu_request::GpuRequestError;
 
@@ -173,7 +173,7 @@ impl Attempt<'_> {
         images: &dyn ImageStore,
     ) -> Result<(PreparedBundle, Named), PrepareError> {
         let restored = async {
-            let config = Config::load().map_err(|cause| refused(self.bundle, cause))?;
+            let config = Config::load(Keys::NAMED_RESTORE).map_err(|cause| refused(self.bundle, cause))?;
             let node = Node {
                 config: &config,
                 bundle: self.bundle,
@@ -268,7 +268,7 @@ pub fn reopen(bundle: &Path) -> Result<ContainerTraits, PrepareError> {
     let spec = Spec::load(bundle)?;
     let mut traits = traits_of(&spec, spec.requests_gpu());
     if traits.by_firn() {
-        let config = Config::load().map_err(CheckpointError::Config)?;
+        let config = configured();
         traits.criu = Some(CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()));
     }
     Ok(traits)

@@ -88,17 +88,17 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
     Ok(checks.iter().all(|check| check.status != Status::Fail))
 }
 
-/// The other checks go on with the defaults when the file is wrong.
+/// The other checks go on with what is right in the file.
 fn configuration() -> (Check, Config) {
     const NAME: &str = "config";
     let path = Config::path();
-    match Config::load() {
-        Ok(config) if path.exists() => (Check::ok(NAME, path.display().to_string()), config),
-        Ok(config) => (
+    match Config::load_what_is_valid() {
+        (config, Some(error)) => (Check::failed(NAME, &error), config),
+        (config, None) if path.exists() => (Check::ok(NAME, path.display().to_string()), config),
+        (config, None) => (
             Check::ok(NAME, format!("no {}: the defaults hold", path.display())),
             config,
         ),
-        Err(error) => (Check::failed(NAME, &error), Config::default()),
     }
 }
 

@@ -88,3 +88,69 @@ fn doctor_finds_each_thing_that_is_missing() {
         text(&output)
     );
 }
+
+#[test]
+fn all_mistakes_in_the_configuration_are_shown_with_what_they_prevent() {
+    let node = Node::new();
+    node.configure(
+        "[restore]\ngpus = 7\npolicy = \"strict\"\nfrom-images = [\"ml\"]\ngpu-map = [\"a\"]\n\
+         [pause]\nbusy = 1",
+    );
+    let output = node.firn(&["config", "check"]);
+    let shown = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{shown}");
+    let file = node.path("config.toml").display().to_string();
+    for line in [
+        ":6: restore.gpus: integer in the place of a list of texts",
+        ":8: restore.from-images: not NAMESPACE=IMAGE: \"ml\"",
+        ":9: restore.gpu-map: ",
+        ":11: pause.busy: unknown key `busy`, expected one of `gpu-busy`",
+        "  refused until it is corrected: restores, restores by annotation, pauses and moves",
+        "4 mistakes",
+    ] {
+        assert!(shown.contains(line), "{line} is not in {shown}");
+    }
+    assert!(shown.starts_with(&file), "{shown}");
+    let json = value(&node.firn(&["config", "check", "--json"]));
+    assert_eq!(json["mistakes"][3]["key"], "pause.busy");
+    assert_eq!(
+        json["mistakes"][3]["prevents"],
+        serde_json::json!(["pauses and moves"])
+    );
+
+    node.write("good.toml", "[restore]\ngpus = [\"0\"]\n");
+    let good = node.firn(&["config", "check", "good.toml"]);
+    assert_eq!(
+        (good.status.code(), &*text(&good)),
+        (Some(0), "good.toml: no mistakes\n")
+    );
+    node.write("broken.toml", "[restore]\ngpus = [\n");
+    let broken = text(&node.firn(&["config", "check", "broken.toml"]));
+    assert!(
+        broken.contains("broken.toml:") && broken.contains("checkpoints, restores"),
+        "{broken}"
+    );
+    assert_eq!(
+        node.firn(&["config", "check", "none.toml"]).status.code(),
+        Some(1)
+    );
+}
+
+/// A restore is refused by what it goes by, and by nothing else.
+#[test]
+fn a_mistake_refuses_what_goes_by_it() {
+    let node = Node::new();
+    let plan = ["plan", "image", "--spec", "config.json"];
+    node.configure("[pause]\ngpu-busy = \"never\"");
+    assert_eq!(node.firn(&plan).status.code(), Some(0));
+    node.configure("[restore]\npolicy = \"never\"");
+    let refused = crate::node::all_output(&node.firn(&plan));
+    assert!(
+        refused.contains("FIRN-CONFIG-INVALID") && refused.contains("firn config check"),
+        "{refused}"
+    );
+    assert!(
+        refused.contains("line 6: restore.policy: unknown value `never`"),
+        "{refused}"
+    );
+}
