@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod file;
+mod load;
 mod mistake;
 pub mod names;
 mod programs;
@@ -17,10 +18,10 @@ pub mod text;
 mod toolkit;
 
 pub use file::{
-    Bulk, Checkpoint, Config, ConfigError, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook,
-    HugePages, Images, InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, Reading, RemapPolicy, Restore, Tcp,
-    Worker,
+    Bulk, Checkpoint, Config, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, HugePages, Images,
+    InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
+pub use load::{ConfigError, Reading};
 pub use mistake::{Keys, Mistake, MistakeKind};
 pub use programs::{
     INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path, search_path,

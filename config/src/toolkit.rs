@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::ConfigError;
-use crate::file::read;
+use crate::load::read;
 use crate::programs::{find_runtime, in_path};
 use crate::section::{UnknownKeys, sections};
 

@@ -102,7 +102,7 @@ fn check(output: &Path, dirs: &[PathBuf]) -> Result<(), InTheWay> {
 }
 
 /// Whether firn has written a CDI file: its hooks run firn-hook.
-fn is_ours(file: &CdiFile) -> bool {
+pub fn is_ours(file: &CdiFile) -> bool {
     let hooks = &file.edits.hooks;
     let of_firn = |hook: &Hook| Path::new(&hook.path).file_name() == Some(names::HOOK_PROGRAM.as_ref());
     !hooks.is_empty() && hooks.iter().all(of_firn)

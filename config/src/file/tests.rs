@@ -1,4 +1,9 @@
+use firn_host::Problem;
+
 use super::*;
+use crate::load::{ConfigError, Reading};
+use crate::mistake::{Keys, MistakeKind};
+use crate::section::Section;
 
 const SHIPPED: &str = include_str!("../../config.toml");
 

@@ -57,6 +57,7 @@ impl Preparation<'_> {
     pub async fn prepare(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, RestoreError> {
         let prepared = self.prepare_unless_refused(resolved).await;
         prepared.map_err(|cause| RestoreError::Refused {
+            id: self.id.to_owned(),
             image: self.image.to_owned(),
             cause,
         })
@@ -83,6 +84,7 @@ impl Preparation<'_> {
         }
         let checkpoint = manifest.as_ref().map_or("", |(manifest, _)| &manifest.checkpoint);
         let mut prepared = PreparedRestore {
+            id: self.id.to_owned(),
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,

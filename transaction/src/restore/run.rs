@@ -250,6 +250,7 @@ async fn with_gpu<S: FnOnce(&mut Command) + Send>(
 /// reads them, because nothing detects a later change.
 async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> Result<(), RestoreError> {
     let refused = |cause| RestoreError::Refused {
+        id: prepared.id.clone(),
         image: prepared.image.clone(),
         cause,
     };
@@ -294,6 +295,7 @@ async fn plain(
             pid
         }
         Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
+            id: prepared.id.clone(),
             image: prepared.image.clone(),
             cause: UnfitRuntime(RuntimeKind::Youki).into(),
         }),
@@ -321,6 +323,7 @@ fn free_cgroup(container: &Container) -> Result<(), Cause> {
 
 fn failed(prepared: &PreparedRestore, cause: Cause) -> RestoreError {
     RestoreError::Failed {
+        id: prepared.id.clone(),
         image: prepared.image.clone(),
         cause,
     }
