@@ -9,7 +9,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use firn_config::{Config, ConfigError};
+use firn_config::{Config, ConfigError, Keys};
 use firn_host::Problem;
 use firn_oci::edit::{self, EditError};
 use firn_oci::{GpuRequest, KIND, NamedGpus, RUNTIME_KIND, Rules, Spec, SpecError, remove_requests};
@@ -60,7 +60,11 @@ pub fn convert_bundle(
 ) -> Result<Converted, ConvertError> {
     let spec = Spec::load(bundle)?;
     let rules = Rules::of(&spec, wrapper)?;
-    let converted = convert(spec, &Config::load()?, &rules, restores)?;
+    let keys = match restores {
+        true => Keys::RESTORED_GPU_REQUEST,
+        false => Keys::GPU_REQUEST,
+    };
+    let converted = convert(spec, &Config::load(keys)?, &rules, restores)?;
     if !converted.names.is_empty() {
         converted.spec.save(bundle)?;
     }

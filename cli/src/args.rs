@@ -1,6 +1,7 @@
 //! The command line.
 
 pub mod checkpoint;
+pub mod config;
 pub mod relocate;
 pub mod restore;
 
@@ -15,6 +16,7 @@ use crate::install::args::{InstallArgs, UninstallArgs};
 
 use crate::store::args::StoreCommand;
 use checkpoint::CheckpointArgs;
+use config::ConfigCommand;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
@@ -51,6 +53,8 @@ pub enum Command {
     Man(ManArgs),
     #[command(subcommand)]
     Cdi(CdiCommand),
+    #[command(subcommand)]
+    Config(ConfigCommand),
     #[command(subcommand)]
     Store(StoreCommand),
 }
@@ -278,9 +282,19 @@ pub enum Busy {
 /// Run it as the user that containerd runs as, with the same PATH.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 nothing failed (warnings may remain), 1 a check failed, 2 wrong usage."
+    after_help = "Examples:\n  firn doctor\n  firn doctor --fix\n  firn doctor --deep\n\n\
+                  Exit status: 0 nothing failed (warnings may remain), 1 a check failed, 2 wrong usage."
 )]
 pub struct DoctorArgs {
+    /// Remove what firn and CRIU have left after failures. What a running checkpoint or restore uses stays,
+    /// and so do images.
+    #[arg(long)]
+    pub fix: bool,
+    /// Also checkpoint and restore a small container of its own, with a GPU where the node has one.
+    #[arg(long)]
+    pub deep: bool,
+    #[command(flatten)]
+    pub socket: Socket,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -39,7 +39,7 @@ pub fn below(temporary: &BTreeSet<PathBuf>, rescue: &Path) -> Vec<PathBuf> {
 
 /// Where containerd may have left images: in /tmp, and in directories that its environment or that of this
 /// program names.
-fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
+pub fn temporary(proc: &Path) -> BTreeSet<PathBuf> {
     let mut dirs = BTreeSet::from([PathBuf::from("/tmp")]);
     dirs.extend(VARIABLES.iter().filter_map(std::env::var_os).map(PathBuf::from));
     for process in fs::read_dir(proc).into_iter().flatten().flatten() {

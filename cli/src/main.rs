@@ -11,6 +11,7 @@ mod args;
 mod audit;
 mod cdi;
 mod checkpoint;
+mod config;
 mod containerd;
 mod doctor;
 mod drain;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::pages(&args),
         Command::Cdi(command) => cdi::run(&command),
+        Command::Config(command) => config::run(&command),
         Command::Store(command) => store::run(&command),
     };
     match result {

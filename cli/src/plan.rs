@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use firn_cdi::{CdiFile, DeviceNode, Registry};
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_gpu::{Gpu, GpuUuid, Inventory};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
@@ -36,7 +36,7 @@ const UNSEEN_CDI: &str =
 
 /// Returns whether the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
-    let config = Config::load().map_err(ProblemReport::from)?;
+    let config = Config::load(Keys::RESTORE).map_err(ProblemReport::from)?;
     let result = decide(args, &config)?;
     if args.json {
         let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());

@@ -68,7 +68,14 @@ fn query<T: serde::de::DeserializeOwned>(config: &Config, arguments: &[&str], li
         find_program(names::WORKER_PROGRAM, config.worker.path.as_deref()).map_err(ProblemReport::from)?;
     let output = run(&worker, arguments, limit)?;
     if !output.success {
-        bail!("{}", output.stderr.trim().trim_start_matches("firn-gpu: "));
+        let message = output.stderr.trim().trim_start_matches("firn-gpu: ");
+        // What the driver's libraries refuse has a hint, and the code that the shim reports it by.
+        let code = if message.contains(". hint: ") {
+            "FIRN-DRIVER-MISSING: "
+        } else {
+            ""
+        };
+        bail!("{code}{message}");
     }
     serde_json::from_str(&output.stdout)
         .with_context(|| format!("{} {} printed something else", worker.display(), arguments[0]))

@@ -1,15 +1,12 @@
-//! The configuration file: its sections, their defaults, reading it.
+//! The configuration file: its sections and their defaults.
 
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_host::Problem;
-use serde::de::Error;
 use serde::{Deserialize, Serialize};
 
 use crate::names;
-use crate::section::{self, Section, UnknownKeys, Word, sections};
+use crate::section::{self, Word, sections};
 
 sections! {
     /// The node's configuration.
@@ -412,71 +409,6 @@ impl RemapPolicy {
             .iter()
             .find(|(_, policy)| *policy == self)
             .map_or("auto", |(word, _)| word)
-    }
-}
-
-/// A configuration file that cannot be used.
-#[derive(Debug, thiserror::Error, Problem)]
-pub enum ConfigError {
-    /// The file is there and cannot be read.
-    #[error("cannot read configuration {}", path.display())]
-    #[problem(
-        "FIRN-CONFIG-UNREADABLE",
-        "make the file readable for root, or remove it to use the defaults"
-    )]
-    Read { path: PathBuf, source: io::Error },
-    /// The file is not valid: syntax, an unknown key, or a value of the wrong shape.
-    #[error("invalid configuration {}", path.display())]
-    #[problem("FIRN-CONFIG-INVALID", "correct the named key; `firn doctor` checks the file")]
-    Invalid {
-        path: PathBuf,
-        source: Box<toml::de::Error>,
-    },
-}
-
-impl Config {
-    /// Where the configuration is: the value of `FIRN_CONFIG`, else `/etc/firn/config.toml`.
-    pub fn path() -> PathBuf {
-        match std::env::var_os(names::ENV_CONFIG) {
-            Some(path) if !path.is_empty() => path.into(),
-            _ => names::CONFIG_FILE.into(),
-        }
-    }
-
-    /// Reads the node's configuration. No file: the defaults.
-    pub fn load() -> Result<Self, ConfigError> {
-        Self::load_from(&Self::path())
-    }
-
-    /// Reads this file. No file: the defaults.
-    pub fn load_from(path: &Path) -> Result<Self, ConfigError> {
-        let mut config = Self::default();
-        read(path, &mut config, UnknownKeys::Refuse)?;
-        match config.images.bulk == Bulk::Store && config.images.store.is_none() {
-            true => Err(invalid(path, toml::de::Error::custom(NO_STORE))),
-            false => Ok(config),
-        }
-    }
-}
-
-const NO_STORE: &str = "bulk = \"store\" of [images] needs the key store";
-
-/// Reads a file into a section that holds the defaults. No file: these stay.
-pub(crate) fn read(path: &Path, section: &mut dyn Section, unknown: UnknownKeys) -> Result<(), ConfigError> {
-    let text = match std::fs::read_to_string(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        read => read.map_err(|source| ConfigError::Read {
-            path: path.to_owned(),
-            source,
-        })?,
-    };
-    section::read(&text, section, unknown).map_err(|error| invalid(path, error))
-}
-
-fn invalid(path: &Path, error: toml::de::Error) -> ConfigError {
-    ConfigError::Invalid {
-        path: path.to_owned(),
-        source: Box::new(error),
     }
 }
 

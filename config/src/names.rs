@@ -240,6 +240,9 @@ pub const SIGNED_DIR: &str = "_signed";
 /// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";
 
+/// Option of firn-runc that shows its own version: --version shows runc's.
+pub const RUNC_VERSION_OPTION: &str = "--firn-version";
+
 /// Label of a node of Kubernetes: whether its containerd has the runtime handler.
 pub const LABEL_RUNTIME: &str = "firn.dev/runtime";
 /// Label of a node: firn's version.

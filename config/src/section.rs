@@ -1,16 +1,17 @@
 //! How the sections of a TOML file are read.
 //!
-//! A section is a struct whose fields are the keys, each with its type and default; one visitor reads every
-//! section. Derived code has a visitor per section, which made up a thirtieth of the shim.
+//! A section is a struct whose fields are the keys, each with its type and default. A mistake does not end
+//! the reading: the keys that are right get their values, and all mistakes are returned. Derived code has a
+//! visitor per section, which made up a thirtieth of the shim.
 
 use std::borrow::Borrow;
-use std::fmt;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::Deserialize;
-use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use toml::de::{DeArray, DeTable, DeValue};
 
+use crate::mistake::{Mistake, MistakeKind};
 use crate::quantity::{parse_duration, parse_size};
 
 /// Declares sections. The key of a field has hyphens where the field's name has underscores.
@@ -124,125 +125,157 @@ pub(crate) enum UnknownKeys {
     Ignore,
 }
 
+/// What was found in a file.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub mistakes: Vec<Mistake>,
+    /// The line of each key that was read.
+    pub lines: BTreeMap<String, usize>,
+}
+
 /// Reads a file of such sections.
-pub(crate) fn read(
-    text: &str,
-    section: &mut dyn Section,
-    unknown: UnknownKeys,
-) -> Result<(), toml::de::Error> {
-    let slot = &mut Slot::Section(section);
-    Target { slot, unknown }.deserialize(toml::Deserializer::parse(text)?)
-}
-
-struct Table<'a> {
-    section: &'a mut dyn Section,
-    unknown: UnknownKeys,
-}
-
-impl<'de> Visitor<'de> for Table<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a table")
+pub(crate) fn read(text: &str, section: &mut dyn Section, unknown: UnknownKeys) -> Found {
+    let (table, errors) = DeTable::parse_recoverable(text);
+    let mut reader = Reader {
+        text,
+        unknown,
+        found: Found::default(),
+    };
+    for error in &errors {
+        let at = error.span().map_or(0, |span| span.start);
+        reader.mistake(at, String::new(), MistakeKind::Syntax, error.message().to_owned());
     }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let unknown = self.unknown;
-        let (names, mut slots): (Vec<_>, Vec<_>) = self.section.keys().into_iter().unzip();
-        while let Some(known) = map.next_key_seed(Key {
-            names: &names,
-            unknown,
-        })? {
-            match known {
-                Some(at) => map.next_value_seed(Target {
-                    slot: &mut slots[at],
-                    unknown,
-                })?,
-                None => drop(map.next_value::<IgnoredAny>()?),
-            }
-        }
-        Ok(())
+    // What the parser makes of a file with syntax errors need not be what the operator means.
+    if errors.is_empty() {
+        reader.table(table.get_ref(), section, "");
     }
+    reader.found.mistakes.sort_by_key(|mistake| mistake.line);
+    reader.found
 }
 
-/// The index of a key among those of its section. An error here points to the key, not to its table.
-struct Key<'a> {
-    names: &'a [String],
+struct Reader<'t> {
+    text: &'t str,
     unknown: UnknownKeys,
+    found: Found,
 }
 
-impl<'de> DeserializeSeed<'de> for Key<'_> {
-    type Value = Option<usize>;
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Option<usize>, D::Error> {
-        let key = String::deserialize(from)?;
-        match self.names.iter().position(|name| *name == key) {
-            None if self.unknown == UnknownKeys::Refuse => Err(unknown_name("key", &key, self.names)),
-            known => Ok(known),
-        }
-    }
-}
-
-struct Target<'a, 'b> {
-    slot: &'b mut Slot<'a>,
-    unknown: UnknownKeys,
-}
-
-impl<'de> DeserializeSeed<'de> for Target<'_, '_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
-        let unknown = self.unknown;
-        match self.slot {
-            Slot::Section(section) => {
-                let section = &mut **section;
-                from.deserialize_map(Table { section, unknown })?;
-            }
-            Slot::Bool(value) => **value = bool::deserialize(from)?,
-            Slot::Number(value) => **value = u32::deserialize(from)?,
-            Slot::Text(value) => **value = String::deserialize(from)?,
-            Slot::Texts(value) => **value = Vec::deserialize(from)?,
-            Slot::Paths(value) => **value = Vec::deserialize(from)?,
-            Slot::AbsolutePath(value) => {
-                let path = PathBuf::from(String::deserialize(from)?);
-                if !path.is_absolute() {
-                    return Err(D::Error::custom(format_args!("not an absolute path: {path:?}")));
+impl Reader<'_> {
+    fn table(&mut self, table: &DeTable<'_>, section: &mut dyn Section, name: &str) {
+        let (names, mut slots): (Vec<_>, Vec<_>) = section.keys().into_iter().unzip();
+        for (key, value) in table {
+            let full = match name {
+                "" => key.get_ref().to_string(),
+                name => format!("{name}.{}", key.get_ref()),
+            };
+            let at = key.span().start;
+            let Some(known) = names.iter().position(|name| name == key.get_ref()) else {
+                if self.unknown == UnknownKeys::Refuse {
+                    let (what, kind) = match name {
+                        "" => ("section", MistakeKind::Section),
+                        _ => ("key", MistakeKind::Key),
+                    };
+                    self.mistake(at, full, kind, unknown_name(what, key.get_ref(), &names));
                 }
-                **value = Some(path);
-            }
-            Slot::Duration(value) => {
-                let text = String::deserialize(from)?;
-                **value = parse_duration(&text).ok_or_else(|| not_a_duration(&text))?;
-            }
-            Slot::Size(value) => {
-                let text = String::deserialize(from)?;
-                **value = Some(parse_size(&text).ok_or_else(|| not_a_size(&text))?);
-            }
-            Slot::Word(words, set) => {
-                let word = String::deserialize(from)?;
-                match words.iter().position(|known| *known == word) {
-                    Some(at) => set(at),
-                    None => return Err(unknown_name("value", &word, words)),
+                continue;
+            };
+            self.found.lines.insert(full.clone(), self.line(at));
+            match (&mut slots[known], value.get_ref()) {
+                (Slot::Section(section), DeValue::Table(table)) => self.table(table, &mut **section, &full),
+                (slot, value) => {
+                    if let Err(problem) = set(slot, value) {
+                        self.mistake(at, full, MistakeKind::Value, problem);
+                    }
                 }
             }
         }
-        Ok(())
+    }
+
+    fn mistake(&mut self, at: usize, key: String, kind: MistakeKind, problem: String) {
+        let line = self.line(at);
+        self.found.mistakes.push(Mistake {
+            line,
+            key,
+            kind,
+            problem,
+        });
+    }
+
+    fn line(&self, at: usize) -> usize {
+        let before = self.text.as_bytes().iter().take(at);
+        1 + before.filter(|byte| **byte == b'\n').count()
     }
 }
 
-fn not_a_duration<E: Error>(text: &str) -> E {
-    E::custom(format_args!(
+/// Gives a key its value.
+fn set(slot: &mut Slot<'_>, value: &DeValue<'_>) -> Result<(), String> {
+    match (slot, value) {
+        (Slot::Bool(to), DeValue::Boolean(value)) => **to = *value,
+        (Slot::Number(to), DeValue::Integer(value)) => {
+            let number = u32::from_str_radix(value.as_str(), value.radix());
+            **to = number.map_err(|_| format!("not a number from 0 to {}: {}", u32::MAX, value.as_str()))?;
+        }
+        (Slot::Text(to), DeValue::String(value)) => **to = value.to_string(),
+        (Slot::Texts(to), DeValue::Array(values)) => **to = texts(values)?,
+        (Slot::Paths(to), DeValue::Array(values)) => {
+            **to = texts(values)?.into_iter().map(PathBuf::from).collect();
+        }
+        (Slot::AbsolutePath(to), DeValue::String(value)) => {
+            let path = PathBuf::from(&**value);
+            if !path.is_absolute() {
+                return Err(format!("not an absolute path: {path:?}"));
+            }
+            **to = Some(path);
+        }
+        (Slot::Duration(to), DeValue::String(text)) => {
+            **to = parse_duration(text).ok_or_else(|| not_a_duration(text))?;
+        }
+        (Slot::Size(to), DeValue::String(text)) => {
+            **to = Some(parse_size(text).ok_or_else(|| not_a_size(text))?);
+        }
+        (Slot::Word(words, set), DeValue::String(word)) => {
+            match words.iter().position(|known| *known == &**word) {
+                Some(at) => set(at),
+                None => return Err(unknown_name("value", word, words)),
+            }
+        }
+        (slot, value) => return Err(format!("{} in the place of {}", value.type_str(), slot.expects())),
+    }
+    Ok(())
+}
+
+impl Slot<'_> {
+    fn expects(&self) -> &'static str {
+        match self {
+            Self::Section(_) => "a section",
+            Self::Bool(_) => "true or false",
+            Self::Number(_) => "a number",
+            Self::Text(_) | Self::AbsolutePath(_) | Self::Word(..) => "a text",
+            Self::Texts(_) | Self::Paths(_) => "a list of texts",
+            Self::Duration(_) => "a duration, as \"90s\"",
+            Self::Size(_) => "a size, as \"100GiB\"",
+        }
+    }
+}
+
+fn texts(values: &DeArray<'_>) -> Result<Vec<String>, String> {
+    let text = |value: &DeValue<'_>| match value {
+        DeValue::String(text) => Ok(text.to_string()),
+        other => Err(format!("{} in the place of a text", other.type_str())),
+    };
+    values.iter().map(|value| text(value.get_ref())).collect()
+}
+
+fn not_a_duration(text: &str) -> String {
+    format!(
         "not a duration: {text:?}; write a whole number and a unit of ms, s, m or h, as in \"90s\" or \"10m\""
-    ))
+    )
 }
 
-fn not_a_size<E: Error>(text: &str) -> E {
-    E::custom(format_args!(
-        "not a size: {text:?}; write a whole number and a unit of MiB, GiB or TiB, as in \"100GiB\""
-    ))
+fn not_a_size(text: &str) -> String {
+    format!("not a size: {text:?}; write a whole number and a unit of MiB, GiB or TiB, as in \"100GiB\"")
 }
 
-fn unknown_name<E: Error>(what: &str, name: &str, known: &[impl Borrow<str>]) -> E {
+fn unknown_name(what: &str, name: &str, known: &[impl Borrow<str>]) -> String {
     let known = known.join("`, `");
-    E::custom(format_args!("unknown {what} `{name}`, expected one of `{known}`"))
+    format!("unknown {what} `{name}`, expected one of `{known}`")
 }

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::ConfigError;
-use crate::file::read;
+use crate::load::read;
 use crate::programs::{find_runtime, in_path};
 use crate::section::{UnknownKeys, sections};
 
@@ -108,7 +108,11 @@ impl Toolkit {
     /// By this file, in the mode of the program's name.
     fn load_from(path: &Path, mode: Option<&str>) -> Result<Self, ConfigError> {
         let mut file = File::default();
-        read(path, &mut file, UnknownKeys::Ignore)?;
+        let mistakes = read(path, &mut file, UnknownKeys::Ignore)?.mistakes;
+        if !mistakes.is_empty() {
+            let path = path.to_owned();
+            return Err(ConfigError::Invalid { path, mistakes });
+        }
         let mode = mode.unwrap_or(&file.nvidia_container_runtime.mode).to_owned();
         Ok(Self::of(file, &mode))
     }

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use firn_cdi::{Converted, Registry, convert_bundle};
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_host::Problem;
 use serde_json::json;
 
@@ -29,6 +29,6 @@ pub fn run(bundle: &Path, wrapper: Option<&Path>, restores: bool) -> Result<Exit
 
 /// Prints the directories from which the node's CDI files mount libraries.
 pub fn library_dirs() -> Result<()> {
-    let config = Config::load()?;
+    let config = Config::load(Keys::CDI)?;
     crate::answer(json!(Registry::read(&config.create.cdi_dirs).library_dirs()))
 }

@@ -14,6 +14,7 @@ use crate::command_line::CommandLine;
 use crate::container;
 use crate::error::{Failure, Trouble};
 use crate::open::Open;
+use crate::program::expect_configured;
 
 /// Options of runc that a transaction cannot have.
 const REFUSED: [&str; 5] = ["pre-dump", "lazy-pages", "page-server", "status-fd", "auto-dedup"];
@@ -32,6 +33,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         return Ok(Done::Pass);
     }
     refuse(line, id, &REFUSED)?;
+    expect_configured().map_err(Trouble::Config)?;
     let begun = Open::begin(line, id, &state.bundle).map_err(Trouble::Notes)?;
     let open = begun.ok_or_else(|| Trouble::Busy { id: id.to_owned() })?;
     let path = line.path("image-path");

@@ -28,9 +28,15 @@ mod restore;
 
 use std::process::ExitCode;
 
+use firn_config::names;
+
 fn main() -> ExitCode {
     let words: Vec<_> = std::env::args_os().skip(1).collect();
     match words.split_first() {
+        Some((option, [])) if option == names::RUNC_VERSION_OPTION => {
+            println!("{} {}", names::RUNC_PROGRAM, env!("CARGO_PKG_VERSION"));
+            ExitCode::SUCCESS
+        }
         Some((action, rest)) if action::Action::of(action).is_some() => back::run(action, rest),
         _ => front::run(&words),
     }

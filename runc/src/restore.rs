@@ -20,6 +20,7 @@ use crate::command_line::CommandLine;
 use crate::container::{NAMESPACE, made, options};
 use crate::error::{Failure, Trouble};
 use crate::open::Open;
+use crate::program::expect_configured;
 
 /// Options of runc that a transaction cannot have.
 const REFUSED: [&str; 4] = ["lazy-pages", "auto-dedup", "lsm-profile", "lsm-mount-context"];
@@ -39,6 +40,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         return Ok(Done::Pass);
     }
     refuse(line, id, &REFUSED)?;
+    expect_configured().map_err(Trouble::Config)?;
     if !line.has("detach") && !line.has("d") {
         let (id, option) = (id.to_owned(), "detach");
         return Err(Trouble::Missing { id, option }.into());

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::pin::Pin;
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_gpu::Backend;
 use firn_host::{Chain, ProblemLine};
 use firn_oci::criu_config::CriuConfig;
@@ -24,7 +24,7 @@ use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::restore::{self, ImageStore, Named, Node, Preparation, Refusal, RestoreError, Wish};
 use crate::runc::Runc;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 pub use crate::gpu_request::GpuRequestError;
 
@@ -95,7 +95,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     };
     let wish = match image {
         Some(image) => return attempt.prepare(given, &mut labels, Some(image), false).await,
-        None => Wish::of(&given).map_err(|cause| refused(bundle, cause))?,
+        None => Wish::of(&given).map_err(|cause| refused(request.id, bundle, cause))?,
     };
     let Some(wish) = wish else {
         return attempt.prepare(given, &mut labels, None, false).await;
@@ -123,13 +123,14 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     // Order matters: a container that starts without its checkpoint must not find its files. A layer that was
     // unpacked in part fails the Create: the kubelet makes another container, with files of its own.
     let unpacked = named.unpack_layer(bundle, reaper, request.cancel).await;
-    unpacked.map_err(|cause| refused(&named.image, cause))?;
+    unpacked.map_err(|cause| refused(request.id, &named.image, cause))?;
     named.note(request.id, bundle);
     Ok(prepared)
 }
 
-fn refused(image: &Path, cause: impl Into<Refusal>) -> PrepareError {
+fn refused(id: &str, image: &Path, cause: impl Into<Refusal>) -> PrepareError {
     PrepareError::Restore(RestoreError::Refused {
+        id: id.to_owned(),
         image: image.to_owned(),
         cause: cause.into(),
     })
@@ -173,7 +174,8 @@ impl Attempt<'_> {
         images: &dyn ImageStore,
     ) -> Result<(PreparedBundle, Named), PrepareError> {
         let restored = async {
-            let config = Config::load().map_err(|cause| refused(self.bundle, cause))?;
+            let refused = |cause: Refusal| refused(self.id, self.bundle, cause);
+            let config = Config::load(Keys::NAMED_RESTORE).map_err(|cause| refused(cause.into()))?;
             let node = Node {
                 config: &config,
                 bundle: self.bundle,
@@ -182,7 +184,7 @@ impl Attempt<'_> {
                 cancel: self.cancel,
             };
             let named = wish.find(node).await;
-            let named = named.map_err(|cause| refused(self.bundle, cause))?;
+            let named = named.map_err(refused)?;
             let image = Some(&*named.image);
             let prepared = self.prepare(given.clone(), labels, image, true).await?;
             Ok((prepared, named))
@@ -268,7 +270,7 @@ pub fn reopen(bundle: &Path) -> Result<ContainerTraits, PrepareError> {
     let spec = Spec::load(bundle)?;
     let mut traits = traits_of(&spec, spec.requests_gpu());
     if traits.by_firn() {
-        let config = Config::load().map_err(CheckpointError::Config)?;
+        let config = configured();
         traits.criu = Some(CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()));
     }
     Ok(traits)

@@ -13,9 +13,10 @@ use crate::warn::OrWarn;
 use firn_host::UnlessAbsent;
 
 /// Mounts that a killed CRIU leaves below its work directory.
-const CGYARD: &str = ".criu.cgyard.";
+pub const CGYARD: &str = ".criu.cgyard.";
 
-/// How its name begins; mkdtemp adds a suffix.
+/// How the name of the directory in /tmp begins; mkdtemp adds a suffix.
+pub const ROOT: &str = ".criu.mntns.";
 const PREFIX: &str = "/tmp/.criu.mntns.";
 const SUFFIX: usize = 6;
 

@@ -69,7 +69,7 @@ pub enum WorkerError {
     Died { op: &'static str },
     /// The worker exceeded the deadline and was killed.
     #[error("the driver did not finish {op} within {} s", limit.as_secs_f32())]
-    #[problem(RAISE_DEADLINE)]
+    #[problem(raise_deadline(op))]
     Deadline { op: &'static str, limit: Duration },
     /// A killed worker still exists: its call into the driver continues, and another one must not begin.
     #[error("the driver worker {pid} does not end by SIGKILL, its last call is still under way")]
@@ -120,10 +120,19 @@ const SAME_VERSION: Remedy<'static> = remedy(
     "FIRN-WORKER",
     "see whether firn-gpu is of the same version as the shim; `firn doctor` checks it",
 );
-const RAISE_DEADLINE: Remedy<'static> = remedy(
-    "FIRN-GPU-TIMEOUT",
-    "raise the phase's time under [deadlines] in the configuration",
-);
+/// Names the key of the deadline.
+fn raise_deadline(op: &str) -> Remedy<'static> {
+    let hint = match op {
+        "inventory" | "memory" => "raise inventory under [deadlines] in /etc/firn/config.toml",
+        "discover" => "raise discover under [deadlines] in /etc/firn/config.toml",
+        "lock" => "raise gpu-lock under [deadlines] in /etc/firn/config.toml",
+        "checkpoint" => "raise gpu-checkpoint under [deadlines] in /etc/firn/config.toml",
+        "restore" => "raise gpu-restore under [deadlines] in /etc/firn/config.toml",
+        "unlock" => "raise gpu-unlock under [deadlines] in /etc/firn/config.toml",
+        _ => "raise the phase's time under [deadlines] in /etc/firn/config.toml",
+    };
+    remedy("FIRN-GPU-TIMEOUT", hint)
+}
 
 fn driver_remedy(error: &DriverError) -> Remedy<'static> {
     match &*error.name {
@@ -132,7 +141,7 @@ fn driver_remedy(error: &DriverError) -> Remedy<'static> {
             "the process uses what this driver cannot checkpoint or restore: managed memory, or memory \
              shared with others",
         ),
-        TIMED_OUT => RAISE_DEADLINE,
+        TIMED_OUT => raise_deadline("lock"),
         _ => remedy(
             "FIRN-GPU-DRIVER",
             "the kernel log (dmesg) may hold the driver's reason",

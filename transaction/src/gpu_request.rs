@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, Toolkit, find_program, names};
-use firn_host::{Problem, ProblemReport};
+use firn_config::{Config, Keys, Toolkit, find_program, names};
+use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, requests_beyond_gpus};
 use serde::Deserialize;
 
@@ -105,10 +105,10 @@ pub(crate) async fn resolve(
         GpuRequest::Nodes => return Ok(ResolvedSpec::with_gpus(spec, runtime)),
         GpuRequest::None => return Ok(ResolvedSpec::unchanged(spec, false)),
     };
-    let (config, is_hook) = (Config::load().map_err(problem)?, request.source.is_hook());
-    if !request.source.is_enabled(&config.create) {
+    let is_hook = request.source.is_hook();
+    let Some(config) = config_that_enables(&request, restores)? else {
         return Ok(ResolvedSpec::unchanged(spec, is_hook));
-    }
+    };
     let output = convert(&config, bundle, wrapper, restores, reaper).await?;
     if !output.success() {
         let error = refused(&request, &output.stdout, &output.stderr);
@@ -135,6 +135,23 @@ pub(crate) async fn resolve(
         }
     }
     Ok(ResolvedSpec::with_gpus(converted, runtime))
+}
+
+/// The configuration, if it enables this kind of request. One with a mistake enables none: a new container
+/// starts without the GPUs, and a restore is refused.
+fn config_that_enables(request: &NamedGpus, restores: bool) -> Result<Option<Config>, GpuRequestError> {
+    let keys = match restores {
+        true => Keys::RESTORED_GPU_REQUEST,
+        false => Keys::GPU_REQUEST,
+    };
+    match Config::load(keys) {
+        Ok(config) => Ok(Some(config).filter(|config| request.source.is_enabled(&config.create))),
+        Err(error) if restores => Err(problem(error)),
+        Err(error) => {
+            log::warn!("{}. {}", ProblemLine(&error), kept(request.source));
+            Ok(None)
+        }
+    }
 }
 
 /// Runs `firn-hook convert`, which edits the spec in the bundle.
@@ -213,7 +230,8 @@ fn kept(source: RequestSource) -> &'static str {
         RequestSource::Wrapper => {
             "NVIDIA's container runtime gives it the GPUs; with its hook it cannot be checkpointed"
         }
-        _ => "The container keeps its hook, and cannot be checkpointed",
+        source if source.is_hook() => "The container keeps its hook, and cannot be checkpointed",
+        _ => "The container gets no GPU for what it names",
     }
 }
 

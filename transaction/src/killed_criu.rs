@@ -8,14 +8,14 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{find_program, names};
 use firn_host::{Chain, bounded};
 
 use crate::blocking::stoppable_until;
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::reaper::Reaper;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// CRIU's log of a dump in its work directory.
 pub(crate) const DUMP_LOG: &str = "dump.log";
@@ -54,7 +54,7 @@ pub async fn release_of(bundle: &Path, log: &Path, pids: &[i32], limit: Duration
     if log.has_released {
         return;
     }
-    let config = Config::load().or_log().unwrap_or_default();
+    let config = configured();
     let Some(hook) = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).or_log() else {
         return;
     };

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, Keys, find_program, names};
 use firn_host::{Chain, Problem};
 
 use crate::blocking::tidy;
@@ -48,7 +48,7 @@ pub async fn remove(archive: PathBuf) {
 
 /// Archives the files of a container that stands still.
 pub async fn keep(container: &Container, archive: &Path, reaper: &Reaper) -> Result<(), LayerError> {
-    let config = Config::load()?;
+    let config = Config::load(Keys::CHECKPOINT)?;
     let mut command = Command::new(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?);
     command.arg("keep-layer").arg(&container.bundle).arg(archive);
     let output = reaper.output(&mut command, config.deadlines.criu_dump).await;

@@ -12,6 +12,8 @@ use firn_oci::job_hook::Facts;
 
 /// A checkpoint that Start can restore.
 pub struct PreparedRestore {
+    /// Id of the container.
+    pub id: String,
     /// CRIU image directory.
     pub image: PathBuf,
     /// Flags of the dump, which the restore repeats.

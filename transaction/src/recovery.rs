@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Config, names};
+use firn_config::names;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::blocking::{blocking, remove, tidy};
@@ -17,7 +17,7 @@ use crate::criu_leftovers::unmount_yards;
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 use crate::{huge_pages, killed_criu, pidfd, procfs};
 
 /// CRIU's name as the kernel has it.
@@ -92,7 +92,7 @@ impl Recovery {
     /// Links a complete image into a second directory if containerd may remove the first, as it does after
     /// the shim's end.
     pub async fn rescue(&mut self, bundle: &Path) {
-        let config = Config::load().unwrap_or_default();
+        let config = configured();
         self.rescue_to(config.checkpoint.rescue_dir(), bundle).await;
     }
 

@@ -8,12 +8,14 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Command};
 use std::thread;
+use std::time::Duration;
 
 use firn_gpu::protocol::{ProcessReply, Reply, Request};
 use firn_host::Chain;
 use serde::Serialize;
 
 use crate::complain;
+use crate::cuda::{Held, HoldError};
 use crate::node::{Node, Refusal};
 use crate::session::serve;
 use crate::sys;
@@ -28,6 +30,7 @@ firn-gpu: driver worker of the firn container runtime
 usage:
   firn-gpu serve --fd N        answer requests on the socket that is descriptor N (started by the shim)
   firn-gpu inventory           print driver version and GPUs of this node, as JSON
+  firn-gpu hold                keep 1 MiB of GPU memory and compare it every 100 ms (for firn doctor --deep)
   firn-gpu discover PID...     print which of these processes use CUDA, with their GPU memory, as JSON
   firn-gpu --help | --version
 
@@ -39,6 +42,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage
 enum Action {
     Serve { fd: RawFd },
     Inventory,
+    Hold,
     Discover { pids: Vec<i32> },
     Help,
     Version,
@@ -66,6 +70,8 @@ enum CommandError {
     Print(#[source] io::Error),
     #[error("{message}. hint: {hint}")]
     Failed { message: String, hint: String },
+    #[error(transparent)]
+    Hold(#[from] HoldError),
     #[error(transparent)]
     Json(#[from] serde_json::Error),
 }
@@ -111,6 +117,7 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
             _ => return Err(UsageError::Missing("serve needs --fd N")),
         },
         Some("inventory") => Action::Inventory,
+        Some("hold") => Action::Hold,
         Some("discover") => {
             let pids: Vec<i32> = args.by_ref().map(number).collect::<Result<_, _>>()?;
             if pids.is_empty() {
@@ -149,6 +156,7 @@ fn run(action: Action) -> Result<(), CommandError> {
             leave_cuda_variables()?;
             print_json(&Node::host().inventory()?)
         }
+        Action::Hold => hold(),
         Action::Discover { pids } => {
             leave_cuda_variables()?;
             discover(pids)
@@ -169,6 +177,17 @@ fn leave_cuda_variables() -> Result<(), CommandError> {
         again.env_remove(name);
     }
     Err(CommandError::Exec(again.exec()))
+}
+
+/// Prints a line for each comparison. Ends with the first that fails.
+fn hold() -> Result<(), CommandError> {
+    const PAUSE: Duration = Duration::from_millis(100);
+    let held = Held::take()?;
+    loop {
+        held.compare()?;
+        print("whole\n")?;
+        thread::sleep(PAUSE);
+    }
 }
 
 /// As a session with the shim would answer. Where the driver does not report the memory of processes, none
@@ -241,6 +260,7 @@ mod tests {
     fn command_lines() {
         assert_eq!(parsed("serve --fd 3"), Ok(Action::Serve { fd: 3 }));
         assert_eq!(parsed("inventory"), Ok(Action::Inventory));
+        assert_eq!(parsed("hold"), Ok(Action::Hold));
         assert_eq!(parsed("discover 7 8"), Ok(Action::Discover { pids: vec![7, 8] }));
         assert_eq!(parsed("--version"), Ok(Action::Version));
         assert_eq!(parsed("--help"), Ok(Action::Help));

@@ -31,7 +31,7 @@ const REMAPS: u32 = 580;
 
 pub fn run(args: &LabelsArgs) -> Result<bool> {
     install::enter(&args.root)?;
-    let mut config = Config::load().unwrap_or_default();
+    let mut config = Config::load_what_is_valid().0;
     // A container's PATH may lack the directory.
     let worker = || in_path(names::WORKER_PROGRAM, &install::search_path());
     config.worker.path = config.worker.path.or_else(worker);

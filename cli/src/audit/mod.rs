@@ -11,7 +11,7 @@ mod workload;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use firn_config::{Config, names};
+use firn_config::{Config, Keys, names};
 use firn_host::ProblemReport;
 use serde::Serialize;
 
@@ -56,7 +56,7 @@ struct Report {
 
 /// Prints the report and returns its verdict.
 pub fn run(args: &AuditArgs) -> Result<Verdict> {
-    let config = Config::load().map_err(ProblemReport::from)?;
+    let config = Config::load(Keys::CHECKPOINT).map_err(ProblemReport::from)?;
     let report = match image_dir(&args.subject) {
         Some(dir) => of_image(&dir, args, &config)?,
         None => workload::audit(args, &config)?,

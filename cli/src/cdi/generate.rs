@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use firn_cdi::{CdiFile, DeviceNode, Edits, Hook, KIND, Mount, Registry};
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, Keys, find_program, names};
 use firn_gpu::{Gpu, Inventory};
 
 use super::devices;
@@ -40,7 +40,7 @@ enum InTheWay {
 
 /// Writes or prints the file.
 pub fn run(args: &CdiGenerateArgs) -> Result<bool> {
-    let config = Config::load().map_err(ProblemReport::from)?;
+    let config = Config::load(Keys::CDI).map_err(ProblemReport::from)?;
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).map_err(ProblemReport::from)?;
     let output = args.output.as_deref().filter(|path| *path != Path::new("-"));
     if let Some(output) = output.filter(|_| !args.force) {
@@ -102,7 +102,7 @@ fn check(output: &Path, dirs: &[PathBuf]) -> Result<(), InTheWay> {
 }
 
 /// Whether firn has written a CDI file: its hooks run firn-hook.
-fn is_ours(file: &CdiFile) -> bool {
+pub fn is_ours(file: &CdiFile) -> bool {
     let hooks = &file.edits.hooks;
     let of_firn = |hook: &Hook| Path::new(&hook.path).file_name() == Some(names::HOOK_PROGRAM.as_ref());
     !hooks.is_empty() && hooks.iter().all(of_firn)

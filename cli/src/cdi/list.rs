@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use firn_cdi::Registry;
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use serde_json::{Value, json};
 
 use crate::args::CdiListArgs;
@@ -11,7 +11,7 @@ use firn_host::ProblemReport;
 
 /// True: every file can be used and no device is described twice.
 pub fn run(args: &CdiListArgs) -> Result<bool> {
-    let config = Config::load().map_err(ProblemReport::from)?;
+    let config = Config::load(Keys::CDI).map_err(ProblemReport::from)?;
     let registry = Registry::read(&config.create.cdi_dirs);
     let conflicts = registry.devices().any(|(_, files)| files.len() > 1);
     if args.json {

@@ -4,6 +4,8 @@ mod driver;
 mod generate;
 mod list;
 
+pub use generate::is_ours;
+
 use anyhow::Result;
 use firn_cdi::{Device, DeviceNode, Edits};
 use firn_gpu::Gpu;

@@ -14,7 +14,7 @@ use serde_json::json;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
-pub use source::{Found as SourceFound, Source};
+pub use source::{Found as SourceFound, OPTIONS, Source};
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};

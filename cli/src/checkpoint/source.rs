@@ -20,7 +20,7 @@ const ROLLBACK: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(200);
 
 /// Options of a checkpoint, as those of runc's shims.
-const OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
+pub const OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
 
 /// `containerd.runc.v1.CheckpointOptions`, as far as ctr sets them.
 #[derive(Clone, PartialEq, Message)]

@@ -10,10 +10,46 @@ use super::Check;
 
 pub fn checks(config: &Config) -> Vec<Check> {
     vec![
+        root(Path::new("/proc/self/status")),
         cgroups(Path::new("/sys/fs/cgroup")),
         huge_pages(config.checkpoint.huge_pages, &Switch::of_host()),
         cdi(&config.create.cdi_dirs),
     ]
+}
+
+/// What containerd can do, and this program needs to see the same.
+fn root(status: &Path) -> Check {
+    const NAME: &str = "root";
+    /// Capabilities by their numbers.
+    const NEEDED: [(u32, &str); 3] = [
+        (12, "CAP_NET_ADMIN"),
+        (19, "CAP_SYS_PTRACE"),
+        (21, "CAP_SYS_ADMIN"),
+    ];
+    let status = std::fs::read_to_string(status).unwrap_or_default();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().next()
+    };
+    if field("Uid:") != Some("0") {
+        return Check::fail(NAME, "this is not root", "`sudo firn doctor`");
+    }
+    let held = field("CapEff:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
+    let lacks = |number: u32| held.unwrap_or_default() & (1 << number) == 0;
+    let missing: Vec<&str> = NEEDED
+        .iter()
+        .filter(|(number, _)| lacks(*number))
+        .map(|(_, name)| *name)
+        .collect();
+    match missing.is_empty() {
+        true => Check::ok(NAME, "root with all capabilities that CRIU needs"),
+        false => Check::fail(
+            NAME,
+            format!("root without {}", missing.join(", ")),
+            "run it, and containerd, on the node itself and in no container that drops capabilities; \
+             `capsh --print` shows them",
+        ),
+    }
 }
 
 /// Puts back the host's setting first, if a shim that was killed has left another.
@@ -60,7 +96,7 @@ fn cgroups(root: &Path) -> Check {
                 root.display(),
                 missing.join(", ")
             ),
-            "mount the cgroup file systems",
+            "`mount -t cgroup2 none /sys/fs/cgroup`, or boot with systemd",
         ),
     }
 }
@@ -103,6 +139,22 @@ fn cdi(dirs: &[PathBuf]) -> Check {
 mod tests {
     use super::super::Status;
     use super::*;
+
+    #[test]
+    fn root_without_capabilities_fails() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let of = |uid: u32, mask: &str| {
+            std::fs::write(file.path(), format!("Uid:\t{uid}\t0\nCapEff:\t{mask}\n")).unwrap();
+            root(file.path())
+        };
+        assert_eq!(of(0, "000001ffffffffff").status, Status::Ok);
+        assert!(
+            of(0, "00000000a80425fb")
+                .found
+                .ends_with("CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_SYS_ADMIN")
+        );
+        assert_eq!(of(1000, "000001ffffffffff").remedy.unwrap(), "`sudo firn doctor`");
+    }
 
     #[test]
     fn both_cgroup_versions_and_none_are_distinguished() {

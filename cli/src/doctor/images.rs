@@ -81,8 +81,8 @@ fn images(directories: Vec<PathBuf>) -> Check {
     Check::warn(
         NAME,
         found.join("\n"),
-        "each holds a workload's memory: `firn restore --dir` it, or remove it when no checkpoint or \
-         restore is in progress",
+        "each holds a workload's memory: `firn restore --dir DIR ID`, or `rm -r DIR` while `firn status` \
+         shows nothing in progress",
     )
 }
 

@@ -1,17 +1,26 @@
 //! `firn doctor`: whether this node can checkpoint and restore GPU containers.
 
+mod clients;
+mod daemon;
+mod deep;
 mod driver;
 mod host;
 mod images;
 mod programs;
+mod remains;
+mod space;
+
+use std::path::Path;
 
 use anyhow::Result;
-use firn_config::Config;
+use firn_config::{Config, Mistake};
+use firn_host::Problem;
 use serde::Serialize;
 
+use self::daemon::Daemon;
 use crate::args::DoctorArgs;
+use crate::config;
 use crate::output::{self, line};
-use firn_host::Problem;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -72,14 +81,30 @@ impl Check {
     }
 }
 
+/// What to do about programs of several releases.
+const ONE_RELEASE: &str = "install firn's programs from one release: `firn install --from DIR`";
+
 /// True: nothing failed.
 pub fn run(args: &DoctorArgs) -> Result<bool> {
-    let (check, config) = configuration();
-    let mut checks = vec![check];
+    let (mut checks, config) = configuration();
+    let daemon = Daemon::find();
+    let state = args
+        .socket
+        .address
+        .parent()
+        .unwrap_or(Path::new("/run/containerd"));
     checks.extend(host::checks(&config));
+    checks.extend(clients::checks(&daemon));
     checks.extend(programs::checks(&config));
-    checks.extend(driver::checks(&config));
+    let (of_driver, inventory) = driver::checks(&config);
+    checks.extend(of_driver);
+    checks.extend(space::checks(&config, inventory.as_ref()));
     checks.extend(images::checks(&config));
+    checks.extend(remains::checks(state, args.fix));
+    if args.deep {
+        let socket = &args.socket.address;
+        checks.push(deep::check(socket, &config, inventory.as_ref(), args.json));
+    }
     if args.json {
         output::json(&checks)?;
     } else {
@@ -88,18 +113,33 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
     Ok(checks.iter().all(|check| check.status != Status::Fail))
 }
 
-/// The other checks go on with the defaults when the file is wrong.
-fn configuration() -> (Check, Config) {
+/// A check for each mistake in the file. The other checks go on with what is right in it.
+fn configuration() -> (Vec<Check>, Config) {
     const NAME: &str = "config";
     let path = Config::path();
-    match Config::load() {
-        Ok(config) if path.exists() => (Check::ok(NAME, path.display().to_string()), config),
-        Ok(config) => (
-            Check::ok(NAME, format!("no {}: the defaults hold", path.display())),
-            config,
-        ),
-        Err(error) => (Check::failed(NAME, &error), Config::default()),
+    let shown = path.display();
+    let reading = match Config::read(&path) {
+        Ok(reading) => reading,
+        Err(error) => return (vec![Check::failed(NAME, &error)], Config::default()),
+    };
+    let config = reading.config.clone();
+    let mistakes = config::mistakes(reading);
+    if mistakes.is_empty() {
+        let found = match path.exists() {
+            true => shown.to_string(),
+            false => format!("no {shown}: the defaults hold"),
+        };
+        return (vec![Check::ok(NAME, found)], config);
     }
+    let check = |mistake: &Mistake| {
+        let prevents = config::prevented(mistake).join(", ");
+        Check::fail(
+            NAME,
+            format!("FIRN-CONFIG-INVALID: {shown}, {mistake}; refused: {prevents}"),
+            format!("correct line {}, then `firn config check`", mistake.line),
+        )
+    };
+    (mistakes.iter().map(check).collect(), config)
 }
 
 fn print(checks: &[Check]) {
@@ -109,12 +149,16 @@ fn print(checks: &[Check]) {
             Status::Warn => "warn",
             Status::Fail => "FAIL",
         };
-        let found = check.found.replace('\n', "\n                  ");
+        let found = check.found.replace('\n', "\n                    ");
         match &check.remedy {
-            None => line!("{status}  {:<10}  {found}", check.name),
-            Some(remedy) => line!("{status}  {:<10}  {found}. hint: {remedy}", check.name),
+            None => line!("{status}  {:<12}  {found}", check.name),
+            Some(remedy) => line!("{status}  {:<12}  {found}. hint: {remedy}", check.name),
         }
     }
     let count = |status| checks.iter().filter(|check| check.status == status).count();
-    line!("{} failed, {} warnings", count(Status::Fail), count(Status::Warn));
+    let warnings = match count(Status::Warn) {
+        1 => "1 warning".to_owned(),
+        count => format!("{count} warnings"),
+    };
+    line!("{} failed, {warnings}", count(Status::Fail));
 }

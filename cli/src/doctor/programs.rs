@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use firn_config::{Config, INSTALL_CRIU_PLUGIN, find_criu_plugin, find_program, in_path, names};
 
-use super::Check;
+use super::{Check, ONE_RELEASE};
 use crate::program;
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -19,13 +19,14 @@ pub fn checks(config: &Config) -> Vec<Check> {
         criu_libs(config.criu.libs_dir.as_deref()),
         criu_plugin(config.criu.libs_dir.as_deref()),
         iptables(&path),
-        own(names::WORKER_PROGRAM, config.worker.path.as_deref()),
-        own(names::HOOK_PROGRAM, config.hook.path.as_deref()),
+        own(names::WORKER_PROGRAM, config.worker.path.as_deref(), "--version"),
+        own(names::HOOK_PROGRAM, config.hook.path.as_deref(), "--version"),
+        front(&path),
     ]
 }
 
 fn runc(path: &OsStr) -> Check {
-    let remedy = "install runc 1.1 or later into the PATH of containerd";
+    let remedy = "`apt install runc`: 1.1 or later, in the PATH of containerd";
     match versioned("runc", path) {
         Ok((_, version)) => Check::ok("runc", version),
         Err(found) => Check::fail("runc", found, remedy),
@@ -34,13 +35,18 @@ fn runc(path: &OsStr) -> Check {
 
 fn criu(path: &OsStr) -> Check {
     match versioned("criu", path) {
-        Err(found) => Check::fail("criu", found, "install CRIU into the PATH of containerd"),
+        Err(found) => Check::fail("criu", found, "`apt install criu`, in the PATH of containerd"),
+        Ok((_, version)) if let Some(limit) = unfit(&version, &kernel()) => Check::warn(
+            "criu",
+            format!("{version}; {limit}"),
+            "install CRIU 4.2 or later; `criu --version` shows it",
+        ),
         Ok((criu, version)) => match program::run(&criu, &["check"], LIMIT) {
             Ok(output) if output.success => Check::ok("criu", version),
             Ok(output) => Check::warn(
                 "criu",
                 format!("{version}; `criu check` fails: {}", last_line(&output.stderr)),
-                "run `criu check` as root; the kernel may lack what CRIU needs",
+                "`criu check --all` shows what the kernel lacks",
             ),
             Err(_) => Check::warn(
                 "criu",
@@ -49,6 +55,28 @@ fn criu(path: &OsStr) -> Check {
             ),
         },
     }
+}
+
+/// The release of the running kernel.
+fn kernel() -> String {
+    let shown = nix::sys::utsname::uname();
+    shown
+        .map(|name| name.release().to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
+/// What this CRIU cannot do on this kernel.
+fn unfit(criu: &str, kernel: &str) -> Option<String> {
+    let number = |text: &str| {
+        let mut parts = text.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+        Some((parts.next()?.ok()?, parts.next()?.ok()?))
+    };
+    let version = number(criu.split_whitespace().last()?)?;
+    if version < (4, 0) {
+        return Some("firn's plugin needs 4.0 or later".to_owned());
+    }
+    let has_no_tcp = version < (4, 2) && number(kernel)? >= (6, 16);
+    has_no_tcp.then(|| format!("it cannot dump TCP sockets on Linux {kernel}"))
 }
 
 /// firn's own plugin.
@@ -74,12 +102,12 @@ fn criu_libs(dir: Option<&Path>) -> Check {
         Some(dir) if !dir.is_dir() => Check::fail(
             NAME,
             format!("{} is no directory", dir.display()),
-            "make it, or remove libs-dir",
+            "make it, or remove libs-dir under [criu]; then `firn config check`",
         ),
         Some(dir) if dir.join(PLUGIN).exists() => Check::fail(
             NAME,
             format!("{} holds {PLUGIN}, which works against firn", dir.display()),
-            "name a directory without it",
+            "`rm` it there, or name another directory by libs-dir under [criu]",
         ),
         Some(dir) => Check::ok(NAME, dir.display().to_string()),
     }
@@ -92,34 +120,44 @@ fn iptables(path: &OsStr) -> Check {
         None => Check::warn(
             "iptables",
             format!("no {PROGRAM} in PATH"),
-            "install iptables; without it CRIU cannot lock the network",
+            "`apt install iptables`; without it CRIU cannot lock the network",
         ),
     }
 }
 
+/// firn's front end of runc, which only podman needs.
+fn front(path: &OsStr) -> Check {
+    const NAME: &str = names::RUNC_PROGRAM;
+    match (find_program(NAME, None), in_path("podman", path)) {
+        (Ok(_), _) => own(NAME, None, names::RUNC_VERSION_OPTION),
+        (Err(error), Some(_)) => Check::failed(NAME, &error),
+        (Err(_), None) => Check::ok(NAME, "not installed; podman would need it"),
+    }
+}
+
 /// One of firn's own programs, which has to be of this release.
-fn own(name: &'static str, configured: Option<&Path>) -> Check {
+fn own(name: &'static str, configured: Option<&Path>, option: &str) -> Check {
     let ours = env!("CARGO_PKG_VERSION");
     let program = match find_program(name, configured) {
         Ok(program) => program,
         Err(error) => return Check::failed(name, &error),
     };
     let shown = program.display();
-    match program::run(&program, &["--version"], LIMIT) {
+    match program::run(&program, &[option], LIMIT) {
         Ok(output) if output.success && output.stdout.split_whitespace().any(|word| word == ours) => {
             Check::ok(name, format!("{shown} {ours}"))
         }
         Ok(output) if output.success => Check::fail(
             name,
             format!("{shown} is {}, firn is {ours}", first_line(&output.stdout)),
-            "install firn's programs from one release",
+            ONE_RELEASE,
         ),
         Ok(output) => Check::fail(
             name,
             format!("{shown} fails: {}", last_line(&output.stderr)),
-            "install firn's programs from one release",
+            ONE_RELEASE,
         ),
-        Err(error) => Check::fail(name, format!("{error:#}"), "install it again"),
+        Err(error) => Check::fail(name, format!("{error:#}"), ONE_RELEASE),
     }
 }
 
@@ -152,6 +190,15 @@ fn last_line(text: &str) -> &str {
 mod tests {
     use super::super::Status;
     use super::*;
+
+    #[test]
+    fn versions_of_criu_that_do_not_fit_the_kernel_are_known() {
+        assert_eq!(unfit("Version: 4.2.1", "6.18.44"), None);
+        assert_eq!(unfit("Version: 4.1", "6.12.1+deb13"), None);
+        assert!(unfit("Version: 4.1.1", "6.16-rc1").unwrap().contains("TCP"));
+        assert!(unfit("Version: 3.19", "6.1.0").unwrap().contains("4.0"));
+        assert_eq!(unfit("Version: git", "6.18"), None);
+    }
 
     #[test]
     fn a_plugin_directory_with_the_cuda_plugin_fails() {

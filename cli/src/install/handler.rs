@@ -246,19 +246,8 @@ impl Configuration {
         names.any(|name| RUNTIMES.contains(&name))
     }
 
-    fn runtimes(value: &toml::Table) -> impl Iterator<Item = &toml::Table> {
-        RUNTIMES.into_iter().filter_map(|plugin| {
-            let keys = [plugin, "containerd", "runtimes"].into_iter();
-            let mut at = value.get("plugins");
-            for key in keys {
-                at = at.and_then(|at| at.get(key));
-            }
-            at.and_then(Value::as_table)
-        })
-    }
-
     fn names_runtimes(&self) -> bool {
-        Self::runtimes(&self.value).any(|runtimes| runtimes.keys().any(|name| name != "firn"))
+        runtimes(&self.value).any(|runtimes| runtimes.keys().any(|name| name != "firn"))
     }
 
     /// A file of its own in the first directory of which all files are imported.
@@ -323,7 +312,7 @@ impl Configuration {
             path: self.path.clone(),
             why,
         };
-        if !Self::runtimes(&is).any(|runtimes| runtimes.contains_key("firn")) {
+        if !runtimes(&is).any(|runtimes| runtimes.contains_key("firn")) {
             return Err(differs("it does not have the handler".to_owned()));
         }
         let rest = |value| without_handler(Value::Table(value)).unwrap_or(Value::Boolean(false));
@@ -334,14 +323,26 @@ impl Configuration {
     }
 }
 
+/// The handlers of the CRI plugin in a configuration of either version.
+pub fn runtimes(value: &toml::Table) -> impl Iterator<Item = &toml::Table> {
+    RUNTIMES.into_iter().filter_map(|plugin| {
+        let keys = [plugin, "containerd", "runtimes"].into_iter();
+        let mut at = value.get("plugins");
+        for key in keys {
+            at = at.and_then(|at| at.get(key));
+        }
+        at.and_then(Value::as_table)
+    })
+}
+
 /// The runtimes that containerd has without a file that names any, as tables of version 2.
 fn of_default_runtimes(was: &toml::Table) -> String {
-    let mut runtimes = toml::Table::new();
-    for defaults in Configuration::runtimes(was) {
+    let mut all = toml::Table::new();
+    for defaults in runtimes(was) {
         let others = defaults.iter().filter(|(name, _)| *name != "firn");
-        runtimes.extend(others.map(|(name, value)| (name.clone(), value.clone())));
+        all.extend(others.map(|(name, value)| (name.clone(), value.clone())));
     }
-    let mut table = Value::Table(runtimes);
+    let mut table = Value::Table(all);
     for key in ["runtimes", "containerd", RUNTIMES[0], "plugins"] {
         table = Value::Table(toml::Table::from_iter([(key.to_owned(), table)]));
     }
@@ -370,7 +371,7 @@ fn parsed(path: &Path, text: &str) -> Result<toml::Table, InstallError> {
 
 /// The shim of a handler `firn`.
 fn handler(value: &toml::Table) -> Option<String> {
-    let firn = Configuration::runtimes(value).find_map(|runtimes| runtimes.get("firn"))?;
+    let firn = runtimes(value).find_map(|runtimes| runtimes.get("firn"))?;
     let path = firn.get("runtime_path").and_then(Value::as_str);
     Some(path.unwrap_or("the shim in the PATH").to_owned())
 }

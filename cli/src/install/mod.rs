@@ -16,6 +16,9 @@ use anyhow::{Context, Result};
 use firn_host::ProblemLine;
 use serde::Serialize;
 
+pub use self::daemon::is_older_than;
+pub use self::handler::runtimes;
+
 use self::args::{InstallArgs, PACKAGED, Place, UninstallArgs};
 use self::error::InstallError;
 use self::handler::Configuration;

@@ -1,6 +1,6 @@
 //! What is known before the container stands still: whether the other node can take it.
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_gpu::{Gpu, Inventory};
 use firn_oci::Spec;
 use firn_remap::Grant;
@@ -22,7 +22,7 @@ pub struct Node {
 /// The GPUs that the container has here, with the driver's version; none if it has none. Runs firn-gpu: not
 /// to be called by a future.
 pub fn own_gpus(spec: &Spec) -> Option<(String, Vec<Gpu>)> {
-    let config = Config::load().ok()?;
+    let config = Config::load(Keys::RESTORE).ok()?;
     let inventory = program::inventory(&config).ok()?;
     let grant = Grant::of_spec(spec, &inventory).ok()?;
     let gpus = Some(grant.gpus).filter(|gpus| !gpus.is_empty());

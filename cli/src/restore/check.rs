@@ -1,6 +1,6 @@
 //! What `firn move` on another node has to know of this one before it begins.
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use serde_json::json;
 
 use super::error::RestoreError;
@@ -13,7 +13,7 @@ const SNAPSHOTTER: &str = "overlayfs";
 
 /// Prints it.
 pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
-    let inventory = Config::load()
+    let inventory = Config::load(Keys::RESTORE)
         .ok()
         .and_then(|config| program::inventory(&config).ok());
     match block_on(look(args, image))? {

@@ -14,7 +14,7 @@ use prost::Message;
 
 use super::error::RestoreError;
 use crate::args::restore::RestoreArgs;
-use crate::containerd::{Any, Container, Containerd, CreateTask};
+use crate::containerd::{Any, Container, Containerd, CreateTask, Mount};
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::text;
@@ -87,9 +87,21 @@ pub async fn start(
         .transpose()
         .map_err(ImageError::file("find the log's directory"))?;
     let log = log.unwrap_or_default();
+    let mounts = containerd.mounts(container).await?;
+    start_with(containerd, container, mounts, dir, log).await
+}
+
+/// The same with a root file system that containerd need not know.
+pub async fn start_with(
+    containerd: &Containerd,
+    container: &Container,
+    rootfs: Vec<Mount>,
+    dir: &Path,
+    log: String,
+) -> Result<u32, RestoreError> {
     let task = CreateTask {
         container_id: container.id.clone(),
-        rootfs: containerd.mounts(container).await?,
+        rootfs,
         stdout: log.clone(),
         stderr: log,
         terminal: has_terminal(container),
@@ -141,7 +153,7 @@ fn has_terminal(container: &Container) -> bool {
 }
 
 /// A log file as containerd names one; the shim makes it.
-fn url(log: &Path) -> io::Result<String> {
+pub fn url(log: &Path) -> io::Result<String> {
     let path = std::path::absolute(log)?;
     Ok(format!("file://{}", path.display()))
 }

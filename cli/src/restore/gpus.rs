@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use firn_config::{Config, names};
+use firn_config::{Config, Keys, names};
 use firn_gpu::Inventory;
 use firn_image::manifest::Manifest;
 use firn_oci::Spec;
@@ -27,7 +27,7 @@ impl Here {
         if args.gpus.is_none() && !args.dry_run {
             return Ok(None);
         }
-        let config = Config::load()?;
+        let config = Config::load(Keys::RESTORE)?;
         let inventory = program::inventory(&config).map_err(|error| format!("{error:#}"));
         Ok(Some(Self { config, inventory }))
     }

@@ -2,11 +2,11 @@
 
 mod check;
 mod copy;
-mod dir;
+pub mod dir;
 mod error;
 mod explain;
 mod gpus;
-mod unpack;
+pub mod unpack;
 
 use std::path::PathBuf;
 use std::time::Instant;

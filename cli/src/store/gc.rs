@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use firn_config::{Config, names};
+use firn_config::{Config, Keys, names};
 use firn_host::ProblemReport;
 use firn_host::mountinfo::{MountEntry, mounted};
 use firn_image::store::{Digest, Index, Store, StoreError};
@@ -79,7 +79,7 @@ impl Facts {
         };
         let host =
             std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
-        let config = Config::load().map_err(ProblemReport::from)?;
+        let config = Config::load(Keys::STORE).map_err(ProblemReport::from)?;
         let mut directories = leftovers::directories(&config);
         let in_store = store.root().join(names::STORE_NAMED);
         for from in config.restore.from_dir.iter().chain([&in_store]) {

@@ -17,7 +17,7 @@ mod verify;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use firn_config::{Config, names};
+use firn_config::{Config, Keys, names};
 use firn_host::{Problem, ProblemReport};
 use firn_image::store::{Digest, Packing, Store, StoreError};
 use serde_json::json;
@@ -165,7 +165,7 @@ fn named(common: &Common) -> Result<Named> {
     if let Some(store) = &common.store {
         return Named::other(store, common.store_key.as_ref());
     }
-    let images = Config::load().map_err(ProblemReport::from)?.images;
+    let images = Config::load(Keys::STORE).map_err(ProblemReport::from)?.images;
     let store = images.store.ok_or_else(|| NameError::NoStore.report())?;
     Ok(Named {
         place: Place::Dir(store),
@@ -177,7 +177,10 @@ fn named(common: &Common) -> Result<Named> {
 fn cap(common: &Common) -> Result<Option<u64>> {
     match &common.store {
         Some(_) => Ok(None),
-        None => Ok(Config::load().map_err(ProblemReport::from)?.images.store_cap),
+        None => Ok(Config::load(Keys::STORE)
+            .map_err(ProblemReport::from)?
+            .images
+            .store_cap),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use anyhow::Result;
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_host::{Problem, ProblemReport};
 use firn_image::store::{Digest, Form, Index};
 use serde::Serialize;
@@ -147,7 +147,10 @@ pub fn run(args: &DuArgs) -> Result<bool> {
         unused: unused.map(|(_, length)| length).sum(),
         unfinished: shown(store.unfinished())?,
         free: shown(store.free())?,
-        cap: Config::load().map_err(ProblemReport::from)?.images.store_cap,
+        cap: Config::load(Keys::STORE)
+            .map_err(ProblemReport::from)?
+            .images
+            .store_cap,
     };
     match args.common.json {
         true => output::json(&usage)?,

@@ -1,11 +1,35 @@
+use firn_host::Problem;
+
 use super::*;
+use crate::load::{ConfigError, Reading};
+use crate::mistake::{Keys, MistakeKind};
+use crate::section::Section;
 
 const SHIPPED: &str = include_str!("../../config.toml");
 
-fn parse(text: &str) -> Result<Config, ConfigError> {
+/// All sections.
+const ALL: Keys = Keys(&[
+    "worker",
+    "hook",
+    "runc",
+    "criu",
+    "deadlines",
+    "create",
+    "checkpoint",
+    "restore",
+    "images",
+    "pause",
+    "nccl",
+]);
+
+fn reading(text: &str) -> Reading {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
-    Config::load_from(file.path())
+    Config::read(file.path()).unwrap()
+}
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    reading(text).of_keys(Path::new("/f"), ALL)
 }
 
 #[test]
@@ -21,17 +45,14 @@ fn policies_have_the_same_words_in_the_file_and_in_the_annotation() {
 }
 
 fn complaint(text: &str) -> String {
-    let error = parse(text).unwrap_err();
-    let cause = std::error::Error::source(&error).unwrap().to_string();
-    format!("{error}: {cause}")
+    parse(text).unwrap_err().to_string()
 }
 
 #[test]
 fn a_missing_file_means_the_defaults() {
-    assert_eq!(
-        Config::load_from(Path::new("/nonexistent/config.toml")).unwrap(),
-        Config::default()
-    );
+    let none = Config::read(Path::new("/nonexistent/config.toml")).unwrap();
+    assert_eq!(none.config, Config::default());
+    assert!(none.mistakes.is_empty());
 }
 
 #[test]
@@ -66,6 +87,71 @@ fn values_of_the_wrong_shape_are_refused() {
     assert!(complaint("[deadlines]\ngpu-lock = 10\n").contains("gpu-lock"));
     assert!(complaint("[deadlines]\ngpu-lock = \"10\"\n").contains("not a duration"));
     assert!(complaint("[worker]\npath = \"firn-gpu\"\n").contains("not an absolute path"));
+}
+
+#[test]
+fn all_mistakes_are_found_with_line_and_key_and_the_rest_counts() {
+    let read = reading(
+        "[deadlines]\nlokc = \"3s\"\ngpu-lock = \"3s\"\n[restore]\ngpus = 7\npolicy = \"strict\"\n\
+         [x]\na = 1\n",
+    );
+    let found: Vec<_> = (read.mistakes.iter())
+        .map(|mistake| (mistake.line, &*mistake.key, mistake.kind))
+        .collect();
+    let expected = [
+        (2, "deadlines.lokc", MistakeKind::Key),
+        (5, "restore.gpus", MistakeKind::Value),
+        (7, "x", MistakeKind::Section),
+    ];
+    assert_eq!(found, expected);
+    assert_eq!(read.config.deadlines.gpu_lock, Duration::from_secs(3));
+    assert_eq!(read.config.restore.policy, RemapPolicy::Strict);
+    assert!(read.config.restore.gpus.is_empty());
+    assert_eq!(read.lines["restore.policy"], 6);
+}
+
+/// Each names keys that the file can have, so that no operation goes by a key of another name.
+#[test]
+fn the_keys_of_every_operation_exist() {
+    let mut config = Config::default();
+    let sections: Vec<String> = config.keys().into_iter().map(|(name, _)| name).collect();
+    let all = [
+        Keys::CHECKPOINT,
+        Keys::RESTORE,
+        Keys::NAMED_RESTORE,
+        Keys::CRI,
+        Keys::JOB_HOOKS,
+        Keys::PAUSE,
+        Keys::GPU_REQUEST,
+        Keys::RESTORED_GPU_REQUEST,
+        Keys::CRIU,
+        Keys::CDI,
+        Keys::STORE,
+        Keys::RUNC,
+        ALL,
+    ];
+    for used in all.iter().flat_map(|keys| keys.0) {
+        let wrong = match used.split_once('.') {
+            None => format!("{used} = 1\n"),
+            Some((section, key)) => format!("[{section}]\n{key} = -1\n"),
+        };
+        let mistakes = reading(&wrong).mistakes;
+        assert_eq!(mistakes[0].kind, MistakeKind::Value, "{used}: {mistakes:?}");
+    }
+    assert_eq!(sections, ALL.0);
+}
+
+#[test]
+fn nothing_counts_in_a_file_with_a_syntax_error() {
+    let read = reading("[restore]\ncri = true\ngpus = [\"1\"\n[deadlines]\nlokc = \"3s\"\n");
+    assert_eq!(read.config, Config::default());
+    assert_eq!(read.mistakes[0].kind, MistakeKind::Syntax);
+    let twice = reading("[restore]\ncri = true\n[restore]\ncri = false\n");
+    assert_eq!(twice.config, Config::default());
+    assert_eq!(
+        (twice.mistakes[0].line, twice.mistakes[0].kind),
+        (3, MistakeKind::Syntax)
+    );
 }
 
 #[test]
@@ -145,7 +231,7 @@ fn names_of_gpus_give_none_by_default() {
 #[test]
 fn an_unreadable_file_is_not_taken_for_a_missing_one() {
     let dir = tempfile::tempdir().unwrap();
-    let error = Config::load_from(dir.path()).unwrap_err();
+    let error = Config::read(dir.path()).unwrap_err();
     assert_eq!(error.code(), "FIRN-CONFIG-UNREADABLE");
 }
 

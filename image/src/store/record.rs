@@ -36,6 +36,19 @@ impl Store {
         Self::create_among(root, records, packing, &mounts)
     }
 
+    /// Opens the store that [`Store::create_again`] would use. None: that would make one. Changes nothing.
+    ///
+    /// # Errors
+    /// As those of that function.
+    pub fn find_again(root: &Path, records: &Path, packing: &Packing) -> Result<Option<Self>, StoreError> {
+        let mounts = mounted().map_err(io("read", "/proc/self/mountinfo"))?;
+        last_of(root, records, packing, &mounts)?;
+        match Self::open(root, packing) {
+            Err(StoreError::Absent { .. }) => Ok(None),
+            opened => opened.map(Some),
+        }
+    }
+
     pub(super) fn create_among(
         root: &Path,
         records: &Path,
@@ -44,23 +57,7 @@ impl Store {
     ) -> Result<Self, StoreError> {
         let root = &absolute(root).map_err(io("resolve", root))?;
         let name = name(root);
-        let last = read(&records.join(&name)).filter(|last| last.store == *root);
-        // Also where another store was made on the disk below before.
-        let is_another = |last: &Record| match Self::open(root, packing) {
-            Err(StoreError::Absent { .. }) => true,
-            opened => opened.is_ok_and(|store| store.id() != last.id),
-        };
-        if let Some(last) = &last
-            && !is_mount_point(mounts, &last.mount_point)
-            && is_another(last)
-        {
-            return Err(StoreError::NotMounted {
-                path: root.to_owned(),
-                id: last.id.clone(),
-                mount_point: last.mount_point.clone(),
-                record: records.join(name),
-            });
-        }
+        let last = last_of(root, records, packing, mounts)?;
         let store = Self::create(root, packing)?;
         let now = Record {
             store: root.to_owned(),
@@ -72,6 +69,34 @@ impl Store {
             let _ = write(records, &name, &now);
         }
         Ok(store)
+    }
+}
+
+/// The record of the store that was used last at this path, unless its file system is not mounted.
+fn last_of(
+    root: &Path,
+    records: &Path,
+    packing: &Packing,
+    mounts: &[MountEntry],
+) -> Result<Option<Record>, StoreError> {
+    let root = &absolute(root).map_err(io("resolve", root))?;
+    let record = records.join(name(root));
+    let last = read(&record).filter(|last| last.store == *root);
+    // Also where another store was made on the disk below before.
+    let is_another = |last: &Record| match Store::open(root, packing) {
+        Err(StoreError::Absent { .. }) => true,
+        opened => opened.is_ok_and(|store| store.id() != last.id),
+    };
+    match last {
+        Some(last) if !is_mount_point(mounts, &last.mount_point) && is_another(&last) => {
+            Err(StoreError::NotMounted {
+                path: root.to_owned(),
+                id: last.id,
+                mount_point: last.mount_point,
+                record,
+            })
+        }
+        last => Ok(last),
     }
 }
 

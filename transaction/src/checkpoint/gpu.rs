@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_config::{Config, find_criu_plugin, find_program, names};
+use firn_config::{Config, Keys, find_criu_plugin, find_program, names};
 use firn_gpu::protocol::GpuMemory;
 
 use super::Request;
@@ -30,7 +30,7 @@ pub(super) async fn run(
 ) -> Result<(), CheckpointError> {
     let is_runc = container.runc.expect_runc().await;
     is_runc.map_err(|error| CheckpointError::refused(container, error))?;
-    let config = Config::load().map_err(CheckpointError::Config)?;
+    let config = Config::load(Keys::CHECKPOINT).map_err(CheckpointError::Config)?;
     let cgroup = container.cgroup()?;
     let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
     let timings = PhaseTimings::begin("checkpoint", &container.id);

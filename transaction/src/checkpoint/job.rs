@@ -1,6 +1,5 @@
 //! The hooks of the job in a checkpoint.
 
-use firn_config::Config;
 use firn_gpu::SourceGpu;
 use firn_host::{Chain, Problem};
 use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook};
@@ -14,7 +13,7 @@ use crate::job_hook::{Caller, HookError, address, facts};
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// A random id for a checkpoint.
 pub(super) fn new_id() -> String {
@@ -125,7 +124,7 @@ pub async fn call_pending(container: &Container, reaper: &Reaper) -> Result<(), 
     let Some(facts) = container.take_pending_hook() else {
         return Ok(());
     };
-    let config = Config::load().map_err(CheckpointError::Config)?;
+    let config = configured();
     let guard = container.transaction.begin();
     let caller = Caller {
         container,

@@ -19,7 +19,7 @@ mod rollback;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_image::manifest::DumpFlags;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, edit, nccl};
@@ -38,6 +38,7 @@ use crate::look::{self, Checked};
 use crate::meeting::Meeting;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Checkpoint};
+use crate::warn::configured;
 use dump::WorkDir;
 
 /// The log of a failed dump, kept in the bundle as the stock shim does.
@@ -116,7 +117,7 @@ impl Request {
 /// Edits the bundle of a new GPU container so that its dump will work: CRIU without its CUDA plugin and, if
 /// the container requests it, NCCL ranks that share no GPU memory. Returns CRIU's configuration.
 pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<CriuConfig, CheckpointError> {
-    let config = Config::load().map_err(CheckpointError::Config)?;
+    let config = configured();
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
     nccl::over_sockets(&mut spec, u64::from(config.nccl.shm_mib) << 20)?;
@@ -168,7 +169,7 @@ async fn other_gpus(container: &Container, reaper: &Reaper) -> Result<OtherGpus,
     if !container.traits.other_gpus || container.traits.device_free {
         return Ok(OtherGpus::Unused);
     }
-    let config = Config::load().map_err(CheckpointError::Config)?;
+    let config = Config::load(Keys::CRIU).map_err(CheckpointError::Config)?;
     let workload = Workload {
         init: container.init.pid(),
         pids: container.cgroup()?.pids()?,

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use firn_host::{Chain, UnlessAbsent};
 use firn_oci::criu_config;
 use firn_preflight::OtherGpus;
@@ -35,7 +35,7 @@ fn plugins_for(container: &Container, others: OtherGpus) -> Result<Option<PathBu
     if others == OtherGpus::Unused {
         return Ok(None);
     }
-    let config = Config::load().map_err(CheckpointError::Config)?;
+    let config = Config::load(Keys::CRIU).map_err(CheckpointError::Config)?;
     let plugins = criu_config::amd_plugins(
         &container.bundle,
         config.criu.amdgpu_plugin.as_deref(),

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{find_program, names};
 use firn_host::{Chain, UnlessAbsent};
 
 use super::Request;
@@ -26,7 +26,7 @@ use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::timings::PhaseTimings;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -172,7 +172,7 @@ async fn rollback_gpu(
     (was_frozen, cause): (bool, &EffectError),
     reaper: &Reaper,
 ) -> Result<(), EffectError> {
-    let config = Config::load()?;
+    let config = configured();
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
     let journal = Journal::resume(&container.bundle).await?;
     let begin = &record.begin;

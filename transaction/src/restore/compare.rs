@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{find_program, names};
 use firn_host::{Chain, Problem};
 use firn_image::criu::ImageFault;
 use firn_oci::Spec;
@@ -14,7 +14,7 @@ use super::error::{Cause, Refusal};
 use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::reaper::Reaper;
-use crate::warn::OrWarn;
+use crate::warn::configured;
 
 /// How long a comparison may take. For thousands of tasks it takes less than a second.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -27,12 +27,6 @@ pub enum Differs {
     #[error("firn-hook has not compared it with the container's spec: {output}")]
     #[problem("FIRN-IMAGE-CHECK", "see that firn-hook is of the shim's version")]
     Unknown { output: String },
-}
-
-/// The configuration, or the defaults if it cannot be read. The defaults allow least, and a container without
-/// GPUs can still be restored.
-pub(super) fn configured() -> Config {
-    Config::load().or_log().unwrap_or_default()
 }
 
 /// Refuses an image that requests more than the bundle's spec allows.
@@ -90,31 +84,6 @@ pub(super) async fn printed(hook: &mut Command, limit: Duration, reaper: &Reaper
 mod tests {
     use super::super::testing::Stub;
     use super::*;
-
-    /// A process of the next test: it prints a deadline of the configuration.
-    #[test]
-    #[ignore = "no test: others run it"]
-    fn print_a_configured_deadline() {
-        println!("look {}", configured().deadlines.look.as_secs());
-    }
-
-    #[tokio::test]
-    async fn the_operators_configuration_counts_unless_it_cannot_be_read() {
-        let reaper = Reaper::start().unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        let file = dir.path().join("config.toml");
-        let default = Config::default().deadlines.look.as_secs();
-        for (text, look) in [("[deadlines]\nlook = \"7s\"\n", 7), ("nonsense", default)] {
-            std::fs::write(&file, text).unwrap();
-            let mut child = Command::new(std::env::current_exe().unwrap());
-            child.env(names::ENV_CONFIG, &file);
-            let name = "restore::compare::tests::print_a_configured_deadline";
-            child.args(["--exact", name, "--ignored", "--nocapture"]);
-            let output = reaper.output(&mut child, LIMIT).await.unwrap();
-            let printed = String::from_utf8(output.stdout).unwrap();
-            assert!(printed.contains(&format!("look {look}\n")), "{text}: {printed}");
-        }
-    }
 
     #[tokio::test]
     async fn an_image_that_cannot_be_compared_is_refused() {

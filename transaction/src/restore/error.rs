@@ -202,8 +202,12 @@ impl From<HookError> for Cause {
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     /// Refused: the OCI runtime was not called.
-    #[error("{}", line(format_args!("cannot restore from {}", image.display()), cause))]
-    Refused { image: PathBuf, cause: Refusal },
+    #[error("{}", line(format_args!("cannot restore container {id} from {}", image.display()), cause))]
+    Refused {
+        id: String,
+        image: PathBuf,
+        cause: Refusal,
+    },
     /// The restore of an image without GPU state failed: in the format of the stock shim.
     #[error("OCI runtime restore failed: {}{}", Chain(error), quoted(lines, log))]
     Plain {
@@ -213,10 +217,14 @@ pub enum RestoreError {
     },
     /// It failed after the OCI runtime was called, and was rolled back.
     #[error(
-        "{}: restore from {} failed and was rolled back: {}{}. hint: {}",
+        "{}: restore of container {id} from {} failed and was rolled back: {}{}. hint: {}",
         cause.code(), image.display(), Chain(cause), cause.quote(), cause.hint()
     )]
-    Failed { image: PathBuf, cause: Cause },
+    Failed {
+        id: String,
+        image: PathBuf,
+        cause: Cause,
+    },
 }
 
 impl RestoreError {

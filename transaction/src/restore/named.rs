@@ -26,7 +26,7 @@ use super::prepare::left_image;
 use crate::blocking::stoppable;
 use crate::cancel::CancellationToken;
 use crate::reaper::Reaper;
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 use image::Permit;
 pub use image::{FoundImage, ImageStore, NoImages, remove_unpacked};
@@ -72,7 +72,7 @@ impl Named {
         let Some(layer) = &self.layer else {
             return Ok(());
         };
-        let config = compare::configured();
+        let config = configured();
         let mut command = Command::new(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?);
         command.arg("apply-layer").arg(bundle.join("rootfs")).arg(layer);
         let done = compare::printed(&mut command, config.deadlines.verify, reaper);

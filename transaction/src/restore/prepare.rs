@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_config::{Config, Tcp, find_criu_plugin, find_program, names};
+use firn_config::{Config, Keys, Tcp, find_criu_plugin, find_program, names};
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
 use firn_image::manifest::{DumpFlags, Manifest, Memory, Verified};
@@ -33,7 +33,7 @@ use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);
@@ -57,6 +57,7 @@ impl Preparation<'_> {
     pub async fn prepare(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, RestoreError> {
         let prepared = self.prepare_unless_refused(resolved).await;
         prepared.map_err(|cause| RestoreError::Refused {
+            id: self.id.to_owned(),
             image: self.image.to_owned(),
             cause,
         })
@@ -65,7 +66,7 @@ impl Preparation<'_> {
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
         let (bundle, image) = (self.bundle, self.image);
         let mut spec = resolved.spec.clone();
-        if spec.is_cri() && !self.by_operator && !compare::configured().restore.cri {
+        if spec.is_cri() && !self.by_operator && !Config::load(Keys::CRI)?.restore.cri {
             return Err(Refusal::Cri);
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
@@ -79,10 +80,11 @@ impl Preparation<'_> {
             {
                 spec.save(bundle)?;
             }
-            job_hook::admit(&spec, &compare::configured())?;
+            job_hook::admit(&spec, &Config::load(Keys::JOB_HOOKS)?)?;
         }
         let checkpoint = manifest.as_ref().map_or("", |(manifest, _)| &manifest.checkpoint);
         let mut prepared = PreparedRestore {
+            id: self.id.to_owned(),
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
@@ -123,7 +125,7 @@ impl Preparation<'_> {
         }
         self.runc.expect_runc().await?;
         self.find_free_cgroup(&mut spec)?;
-        let config = Config::load()?;
+        let config = Config::load(Keys::RESTORE)?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
         let plugin = plugin(manifest, &config)?;
@@ -366,7 +368,7 @@ async fn plain_part(
 ) -> Result<PlainPart, Refusal> {
     let mut plain = PlainPart::default();
     let is_runc = runc.kind().await == RuntimeKind::Runc;
-    let config = compare::configured();
+    let config = configured();
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref()).or_log();
     let with_script = |criu: CriuConfig| match &hook {
         Some(hook) => criu.with_script(hook),
@@ -405,7 +407,7 @@ async fn read_image(
     image: &Path,
     cancel: &CancellationToken,
 ) -> Result<Option<(Manifest, Verified)>, Refusal> {
-    let limit = compare::configured().deadlines.verify;
+    let limit = configured().deadlines.verify;
     let path = image.to_owned();
     let read = stoppable(limit, cancel, move |stop| {
         let Some(manifest) = Manifest::read_for(&spec, &path)? else {

@@ -13,7 +13,7 @@ use super::error::Cause;
 use super::place::in_use;
 use super::prepare::left_image;
 use super::rollback::{LOG, rollback, work_dir};
-use super::{RestoreError, compare, phases};
+use super::{RestoreError, phases};
 use crate::blocking::{remove, stoppable, tidy};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
@@ -26,7 +26,7 @@ use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, UnfitRuntime, read_pid};
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -58,12 +58,12 @@ impl Restored {
         let Some(facts) = &prepared.facts else {
             return Ok(());
         };
-        let configured;
+        let of_node;
         let config = match &prepared.gpu {
             Some(gpu) => &gpu.config,
             None => {
-                configured = compare::configured();
-                &configured
+                of_node = configured();
+                &of_node
             }
         };
         let caller = Caller {
@@ -250,13 +250,14 @@ async fn with_gpu<S: FnOnce(&mut Command) + Send>(
 /// reads them, because nothing detects a later change.
 async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> Result<(), RestoreError> {
     let refused = |cause| RestoreError::Refused {
+        id: prepared.id.clone(),
         image: prepared.image.clone(),
         cause,
     };
     let Some(verified) = prepared.verified.clone() else {
         return Ok(());
     };
-    let limit = compare::configured().deadlines.look;
+    let limit = configured().deadlines.look;
     let unchanged = stoppable(limit, cancel, move |_| verified.unchanged()).await;
     unchanged
         .map_err(|left| refused(left_image(left, limit)))?
@@ -294,6 +295,7 @@ async fn plain(
             pid
         }
         Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
+            id: prepared.id.clone(),
             image: prepared.image.clone(),
             cause: UnfitRuntime(RuntimeKind::Youki).into(),
         }),
@@ -321,6 +323,7 @@ fn free_cgroup(container: &Container) -> Result<(), Cause> {
 
 fn failed(prepared: &PreparedRestore, cause: Cause) -> RestoreError {
     RestoreError::Failed {
+        id: prepared.id.clone(),
         image: prepared.image.clone(),
         cause,
     }

@@ -87,6 +87,7 @@ fn name(scratch: &Scratch) -> String {
 /// A restore from `image`.
 pub(super) fn prepared(image: &Path) -> PreparedRestore {
     PreparedRestore {
+        id: "job".to_owned(),
         facts: None,
         image: image.to_owned(),
         flags: DumpFlags::default(),

@@ -4,6 +4,7 @@
 //! several threads at once and may block for as long as the driver likes: whoever needs a deadline kills the
 //! process.
 
+mod hold;
 mod raw;
 
 use std::ffi::{CStr, c_int, c_uint};
@@ -11,6 +12,7 @@ use std::ffi::{CStr, c_int, c_uint};
 use crate::sys::{Library, LoadError};
 use firn_gpu::protocol::DriverError;
 use firn_gpu::{CudaState, GpuPair};
+pub(crate) use hold::{Held, HoldError};
 use raw::{
     CheckpointArgs, CheckpointTable, GetErrorName, LIBRARY, LockArgs, Pair, RestoreArgs, Result32, Table,
     UnlockArgs,

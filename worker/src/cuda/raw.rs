@@ -87,6 +87,20 @@ functions! {
     optional {}
 }
 
+functions! {
+    /// What a process calls to have GPU memory. `CUdevice` is an int, `CUdeviceptr` 64 bits.
+    HoldTable -> Result32;
+    required {
+        device_get = cuDeviceGet(*mut c_int, c_int);
+        retain = cuDevicePrimaryCtxRetain(*mut *mut c_void, c_int);
+        set_current = cuCtxSetCurrent(*mut c_void);
+        alloc = cuMemAlloc_v2(*mut u64, usize);
+        fill = cuMemsetD32_v2(u64, c_uint, usize);
+        copy = cuMemcpyDtoH_v2(*mut c_void, u64, usize);
+    }
+    optional {}
+}
+
 #[cfg(test)]
 mod tests {
     use std::mem::{align_of, offset_of, size_of};

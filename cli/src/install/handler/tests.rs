@@ -23,7 +23,7 @@ fn the_tables_name_the_shim_of_the_prefix_and_what_the_version_needs() {
     let wanted = |text: &str| of(dir.path(), text).wanted(Path::new("/opt/firn"), &was);
     for text in ["version = 2\n", "version = 3\n"] {
         let table: toml::Table = wanted(text).parse().unwrap();
-        let mut runtimes = Configuration::runtimes(&table);
+        let mut runtimes = runtimes(&table);
         let runtimes = runtimes.next().unwrap();
         assert_eq!(
             runtimes["firn"]["runtime_path"].as_str(),

@@ -17,7 +17,7 @@ mod wait;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, Keys, find_program, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_oci::Spec;
 
@@ -204,7 +204,7 @@ impl<'c> Ground<'c> {
         operation: Operation,
         id: Option<String>,
     ) -> Result<Self, ParkError> {
-        let config = Config::load()?;
+        let config = Config::load(Keys::PAUSE)?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let was_frozen = container.cgroup()?.freezer_state()? != FreezerState::Thawed;
         let id = id.unwrap_or_else(job::new_id);

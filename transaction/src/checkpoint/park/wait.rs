@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use firn_config::Config;
+use firn_config::{Config, Keys};
 use tokio::time::{Instant, sleep};
 
 use super::ParkError;
@@ -30,7 +30,7 @@ pub struct Wait {
 impl Wait {
     /// Begins the wait. The caller still holds the operation lock.
     pub fn begin(container: &Container) -> Result<Self, ParkError> {
-        let limit = Config::load()?.deadlines.gpu_wait;
+        let limit = Config::load(Keys::PAUSE)?.deadlines.gpu_wait;
         Ok(Self {
             until: Instant::now() + limit,
             pause: pause_of(container),

@@ -1,0 +1,401 @@
+//! What failures have left on this node, and its removal: nothing that a living transaction uses.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use firn_config::{find_program, names};
+use firn_host::{mountinfo, procfs};
+use firn_transaction::cgroup::{Cgroup, FreezerState};
+use firn_transaction::criu_leftovers::{self, CGYARD, ROOT};
+use firn_transaction::journal::{Outcome, Record};
+use firn_transaction::recovery;
+use nix::fcntl::{Flock, FlockArg};
+
+use super::Check;
+use crate::containerd::{BUNDLES, block_on};
+use crate::program;
+
+const NAME: &str = "leftovers";
+const LIMIT: Duration = Duration::from_secs(30);
+/// Sockets and directories that are younger may be those of a program that just starts.
+const YOUNG: Duration = Duration::from_secs(60);
+/// The directory of shims' sockets below containerd's state directory.
+const SOCKETS: &str = "s";
+/// Programs that care for a container's init, as the kernel has their names.
+const KEEPERS: [&str; 3] = ["containerd-shim", "conmon", "firn-runc"];
+
+/// Something that is left, and how it is removed.
+struct Left {
+    what: String,
+    fix: Fix,
+}
+
+enum Fix {
+    /// Ends and clears the transaction whose journal is in the bundle.
+    Recover(PathBuf),
+    /// Kills the processes of a container that nobody can resume.
+    Kill(i32),
+    Unmount(PathBuf),
+    Directory(PathBuf),
+    Tree(PathBuf),
+    File(PathBuf),
+    /// Lets firn-runc roll back, which any call for the container does: root directory of runc, id.
+    Runc(String, String),
+}
+
+/// `state` is containerd's state directory.
+pub fn checks(state: &Path, fix: bool) -> Vec<Check> {
+    let bundles = bundles(state);
+    let mut left = Vec::new();
+    left.extend(bundles.iter().filter_map(|bundle| journal(bundle)));
+    left.extend(bundles.iter().filter_map(|bundle| frozen(bundle)));
+    left.extend(criu(Path::new("/tmp")));
+    left.extend(directories(Path::new(names::RESTORE_DIR)));
+    left.extend(sockets(&state.join(SOCKETS)));
+    left.extend(of_runc(Path::new(names::RUNC_TRANSACTIONS)));
+    let mut checks: Vec<Check> = bundles.iter().filter_map(|bundle| suspended(bundle)).collect();
+    match left.is_empty() {
+        true => checks.push(Check::ok(NAME, "none")),
+        false => checks.extend(left.into_iter().map(|left| left.into_check(fix))),
+    }
+    checks
+}
+
+impl Left {
+    fn into_check(self, fix: bool) -> Check {
+        if !fix {
+            return Check::warn(NAME, self.what, "`firn doctor --fix`");
+        }
+        match self.fix.apply() {
+            Ok(()) => Check::ok(NAME, format!("{}: fixed", self.what)),
+            Err(error) => Check::warn(
+                NAME,
+                format!("{}; it stays: {error:#}", self.what),
+                "`sudo firn doctor --fix`",
+            ),
+        }
+    }
+}
+
+impl Fix {
+    fn apply(self) -> Result<()> {
+        match self {
+            Self::Recover(bundle) => {
+                block_on(recovery::recover(&bundle))?;
+                if Record::read(&bundle)?.is_some() {
+                    bail!("its journal cannot be removed");
+                }
+            }
+            Self::Kill(pid) => {
+                let cgroup = Cgroup::of_pid(pid)?;
+                block_on(cgroup.kill_all(LIMIT))??;
+            }
+            Self::Unmount(path) => {
+                block_on(criu_leftovers::unmount(&path))?;
+                if mountinfo::is_mount_point(&mountinfo::mounted()?, &path) {
+                    bail!("it is still mounted");
+                }
+                // Unless it has files of its own below the mount.
+                let _kept = fs::remove_dir(&path);
+            }
+            Self::Directory(path) => fs::remove_dir(&path)?,
+            Self::Tree(path) => fs::remove_dir_all(&path)?,
+            Self::File(path) => fs::remove_file(&path)?,
+            Self::Runc(root, id) => {
+                let runc = find_program(names::RUNC_PROGRAM, None)?;
+                let output = program::run(&runc, &["--root", &root, "state", &id], LIMIT)?;
+                if Path::new(names::RUNC_TRANSACTIONS)
+                    .join(root.trim_start_matches('/'))
+                    .join(&id)
+                    .exists()
+                {
+                    bail!("{}", output.stderr.trim());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bundles of containerd's containers.
+fn bundles(state: &Path) -> Vec<PathBuf> {
+    let entries = |dir: &Path| {
+        fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+    };
+    let mut bundles: Vec<PathBuf> = entries(&state.join(BUNDLES))
+        .flat_map(|namespace| entries(&namespace))
+        .collect();
+    bundles.sort();
+    bundles
+}
+
+/// NAMESPACE/ID
+fn name_of(bundle: &Path) -> String {
+    let part = |path: Option<&Path>| {
+        path.and_then(Path::file_name)
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned()
+    };
+    format!("{}/{}", part(bundle.parent()), part(Some(bundle)))
+}
+
+/// Whether a process names the container on its command line, as a shim or its clean-up does.
+fn has_program(bundle: &Path) -> bool {
+    let id = bundle.file_name().unwrap_or_default().as_bytes();
+    let names_it = |pid: i32| {
+        let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<&[u8]> = words.split(|byte| *byte == 0).collect();
+        words.windows(2).any(|pair| pair[0] == b"-id" && pair[1] == id)
+    };
+    procfs::all().into_iter().any(names_it)
+}
+
+fn is_living(record: &Record) -> bool {
+    let comm = procfs::comm(record.shim.cast_signed());
+    record.same_boot && KEEPERS.iter().any(|keeper| comm.starts_with(keeper))
+}
+
+/// A transaction whose shim was killed, and whose clean-up has not been done.
+fn journal(bundle: &Path) -> Option<Left> {
+    let record = Record::read(bundle).ok()??;
+    if is_living(&record) || has_program(bundle) {
+        return None;
+    }
+    let phase = record.phase.map_or("begin", |phase| phase.name());
+    let (name, operation) = (name_of(bundle), record.begin.op);
+    Some(Left {
+        what: format!("{operation} of {name} ended in {phase} with its shim, and was not cleaned up"),
+        fix: Fix::Recover(bundle.to_owned()),
+    })
+}
+
+/// A container that waits for its Resume.
+fn suspended(bundle: &Path) -> Option<Check> {
+    let record = Record::read(bundle).ok()??;
+    let is_suspended = record.outcome == Some(Outcome::Suspended) && is_living(&record);
+    let (namespace, id) = name_of(bundle)
+        .split_once('/')
+        .map(|(a, b)| (a.to_owned(), b.to_owned()))?;
+    is_suspended.then(|| {
+        Check::warn(
+            "suspended",
+            format!("{namespace}/{id} is frozen: the driver could not restore its GPU state"),
+            format!("`ctr --namespace {namespace} tasks resume {id}` once the GPU is free"),
+        )
+    })
+}
+
+/// A container of firn that is frozen, and whose shim has ended.
+fn frozen(bundle: &Path) -> Option<Left> {
+    if !bundle.join(names::BUNDLE_CRIU_CONFIG).exists() {
+        return None;
+    }
+    let pid = fs::read_to_string(bundle.join("init.pid"))
+        .ok()?
+        .trim()
+        .parse()
+        .ok()?;
+    let parent = procfs::stat_field(pid, PARENT)?.parse().ok()?;
+    let keeper = procfs::comm(parent);
+    if KEEPERS.iter().any(|name| keeper.starts_with(name)) || has_program(bundle) {
+        return None;
+    }
+    let state = Cgroup::of_pid(pid).ok()?.freezer_state().ok()?;
+    (state != FreezerState::Thawed).then(|| Left {
+        what: format!(
+            "{} is frozen (pid {pid}), and its shim has ended: nobody can resume it",
+            name_of(bundle)
+        ),
+        fix: Fix::Kill(pid),
+    })
+}
+
+/// Which field of /proc/PID/stat has the parent, as [`procfs::stat_field`] counts.
+const PARENT: usize = 1;
+
+/// What a killed CRIU has mounted and made. While any CRIU runs, it may be that one's.
+fn criu(temporary: &Path) -> Vec<Left> {
+    if procfs::all().into_iter().any(|pid| procfs::comm(pid) == "criu") {
+        return Vec::new();
+    }
+    let mounts = mountinfo::mounted().unwrap_or_default();
+    let is_own = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().as_bytes();
+        name.starts_with(CGYARD.as_bytes()) || name.starts_with(ROOT.as_bytes())
+    };
+    let mounted = mounts
+        .iter()
+        .map(|mount| &mount.mount_point)
+        .filter(|path| is_own(path));
+    let mut left: Vec<Left> = mounted
+        .map(|path| Left {
+            what: format!("{} is mounted, by a CRIU that was killed", path.display()),
+            fix: Fix::Unmount(path.clone()),
+        })
+        .collect();
+    let entries = fs::read_dir(temporary)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path());
+    let is_root = |path: &PathBuf| {
+        path.file_name()
+            .is_some_and(|name| name.as_bytes().starts_with(ROOT.as_bytes()))
+    };
+    let empty = |path: &PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+    let roots =
+        entries.filter(|path| is_root(path) && empty(path) && !mountinfo::is_mount_point(&mounts, path));
+    left.extend(roots.map(|path| Left {
+        what: format!("{} is empty, and of a CRIU that was killed", path.display()),
+        fix: Fix::Directory(path),
+    }));
+    left
+}
+
+/// Directories of `firn restore` that was killed: `ID-PID`.
+fn directories(parent: &Path) -> Vec<Left> {
+    let entries = fs::read_dir(parent)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path());
+    let is_left = |path: &PathBuf| {
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        let pid = name.rsplit_once('-').and_then(|(_, pid)| pid.parse().ok());
+        pid.is_some_and(|pid: i32| procfs::comm(pid) != "firn") && path.is_dir()
+    };
+    let left = entries.filter(is_left);
+    left.map(|path| Left {
+        what: format!("{} is of a `firn` that was killed", path.display()),
+        fix: Fix::Tree(path),
+    })
+    .collect()
+}
+
+/// Sockets of shims that have ended.
+fn sockets(dir: &Path) -> Vec<Left> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let is_old = |entry: &fs::DirEntry| {
+        let changed = entry.metadata().and_then(|meta| meta.modified()).ok();
+        changed
+            .and_then(|at| at.elapsed().ok())
+            .is_some_and(|age| age > YOUNG)
+    };
+    let refuses = |path: &PathBuf| {
+        UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    };
+    let dead = entries.filter(is_old).map(|entry| entry.path()).filter(refuses);
+    dead.map(|path| Left {
+        what: format!("{} is the socket of a shim that has ended", path.display()),
+        fix: Fix::File(path),
+    })
+    .collect()
+}
+
+/// Transactions of firn-runc that nobody works on: their files can be locked.
+fn of_runc(dir: &Path) -> Vec<Left> {
+    let mut left = Vec::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(at) = open.pop() {
+        for path in fs::read_dir(&at)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+        {
+            if path.is_dir() {
+                open.push(path);
+                continue;
+            }
+            let Ok(file) = File::open(&path) else { continue };
+            if Flock::lock(file, FlockArg::LockExclusiveNonblock).is_err() {
+                continue;
+            }
+            let root = at.strip_prefix(dir).unwrap_or(&at).display().to_string();
+            let id = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            left.push(Left {
+                what: format!("firn-runc was killed in a transaction of {id}, or {id} is suspended"),
+                fix: Fix::Runc(format!("/{root}"), id),
+            });
+        }
+    }
+    left
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::time::SystemTime;
+
+    use super::super::Status;
+    use super::*;
+
+    fn dir() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    #[test]
+    fn sockets_without_a_listener_are_removed() {
+        let dir = dir();
+        let (dead, living) = (dir.path().join("dead"), dir.path().join("living"));
+        drop(UnixListener::bind(&dead).unwrap());
+        let _listens = UnixListener::bind(&living).unwrap();
+        assert!(sockets(dir.path()).is_empty(), "it is young");
+        let old = SystemTime::now() - 2 * YOUNG;
+        let seconds = old.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+        let at = nix::sys::time::TimeSpec::new(i64::try_from(seconds).unwrap(), 0);
+        for path in [&dead, &living] {
+            let follow = nix::sys::stat::UtimensatFlags::NoFollowSymlink;
+            nix::sys::stat::utimensat(nix::fcntl::AT_FDCWD, path, &at, &at, follow).unwrap();
+        }
+        let mut left = sockets(dir.path());
+        let found = left.remove(0);
+        assert!(left.is_empty() && found.what.contains("dead"), "{}", found.what);
+        assert_eq!(found.into_check(true).status, Status::Ok);
+        assert!(!dead.exists() && living.exists());
+    }
+
+    #[test]
+    fn directories_of_killed_programs_are_removed() {
+        let dir = dir();
+        for name in ["job-2147483646", "job-x", "job"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let mut left = directories(dir.path());
+        assert_eq!(left.len(), 1);
+        let check = left.remove(0).into_check(false);
+        assert_eq!(check.remedy.unwrap(), "`firn doctor --fix`");
+        for left in directories(dir.path()) {
+            assert_eq!(left.into_check(true).status, Status::Ok);
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_locked_transaction_of_firn_runc_is_not_left() {
+        let dir = dir();
+        let root = dir.path().join("run/runc");
+        fs::create_dir_all(&root).unwrap();
+        fs::write(root.join("job"), "/bundle").unwrap();
+        let left = of_runc(dir.path());
+        assert!(matches!(&left[0].fix, Fix::Runc(root, id) if root == "/run/runc" && id == "job"));
+        let held = Flock::lock(File::open(root.join("job")).unwrap(), FlockArg::LockExclusive);
+        assert!(of_runc(dir.path()).is_empty());
+        drop(held);
+    }
+}
