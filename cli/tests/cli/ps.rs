@@ -71,21 +71,16 @@ fn seconds(value: &Value) -> u64 {
     value.as_u64().expect("a number") / 1000
 }
 
-#[test]
-fn ps_shows_what_is_in_progress_and_how_far_it_is() {
-    let node = Node::new();
-    let shim = Shim::start(&node);
-    bundle(&node, "default/idle", "");
+/// A checkpoint and a restore that are in progress.
+fn two_at_work(node: &Node) -> Shim {
+    let shim = Shim::start(node);
+    bundle(node, "default/idle", "");
     bundle(
-        &node,
+        node,
         "default/job",
         &journal(shim.0.id(), "checkpoint", "criu-dump"),
     );
-    bundle(
-        &node,
-        "other/job",
-        &journal(shim.0.id(), "restore", "gpu-restore"),
-    );
+    bundle(node, "other/job", &journal(shim.0.id(), "restore", "gpu-restore"));
     let progress =
         json!({"phase": "copy-memory", "begun": now() - 4000, "done": 1 << 30, "all": 4_u64 << 30});
     node.write(
@@ -97,7 +92,13 @@ fn ps_shows_what_is_in_progress_and_how_far_it_is() {
         &format!("{BUNDLES}/other/job/firn-timings.json"),
         r#"{"op":"restore","container":"job","phases":[],"total_ms":90000.0,"ok":true}"#,
     );
+    shim
+}
 
+#[test]
+fn ps_shows_what_is_in_progress_and_how_far_it_is() {
+    let node = Node::new();
+    let _shim = two_at_work(&node);
     let found = ps(&node, &[]);
     assert_eq!(found.len(), 2, "{found:?}");
     assert_eq!(
