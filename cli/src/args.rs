@@ -12,9 +12,12 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
 use crate::containerd::Socket;
+use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
 
+use crate::ps::args::{PsArgs, StatusArgs};
 use crate::store::args::StoreCommand;
+use crate::view::args::SubjectArgs;
 use checkpoint::CheckpointArgs;
 use config::ConfigCommand;
 use relocate::MoveArgs;
@@ -42,6 +45,9 @@ pub enum Command {
     Move(MoveArgs),
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
+    #[command(subcommand)]
+    Images(ImagesCommand),
+    Ps(PsArgs),
     Status(StatusArgs),
     Drain(DrainArgs),
     Install(InstallArgs),
@@ -85,15 +91,25 @@ pub struct SignArgs {
 
 /// Show what a checkpoint holds and whether its files are complete.
 ///
-/// DIR is a CRIU image directory: the path given to `ctr task checkpoint --image-path`, a directory of
-/// nerdctl's checkpoints, or `checkpoint/` of an unpacked Kubernetes checkpoint.
+/// The verdict comes first. Of a tar file or an image in containerd the memory is not read: its size is
+/// compared. An image directory is the path given to `ctr task checkpoint --image-path`, a directory of
+/// nerdctl's checkpoints, or that of an unpacked Kubernetes checkpoint. Of a running container it shows what
+/// `firn status` shows.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 the checkpoint is complete, 1 it is damaged or unfinished, 2 wrong usage."
+    after_help = "Examples:\n  firn inspect checkpoint/job\n  firn inspect job.tar --processes\n  \
+                  firn inspect ./images/job -v\n\n\
+                  Exit status: 0 the checkpoint is complete, 1 it is damaged or unfinished, 2 wrong usage."
 )]
 pub struct InspectArgs {
-    /// The image directory.
-    pub dir: PathBuf,
+    #[command(flatten)]
+    pub subject: SubjectArgs,
+    /// Show the tree of the processes.
+    #[arg(long)]
+    pub processes: bool,
+    /// Also show versions, options of the dump, mounts and files.
+    #[arg(long, short)]
+    pub verbose: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
@@ -110,14 +126,8 @@ pub struct InspectArgs {
                   it and something speaks against it."
 )]
 pub struct AuditArgs {
-    /// Id of a running container, a pid, or an image directory.
-    pub subject: String,
-    /// Namespace of the container in containerd.
-    #[arg(long, short, default_value = "default")]
-    pub namespace: String,
-    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
-    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
-    pub state: PathBuf,
+    #[command(flatten)]
+    pub subject: SubjectArgs,
     /// The node to restore on: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,
@@ -125,25 +135,9 @@ pub struct AuditArgs {
     /// it.
     #[arg(long, value_name = "DIR")]
     pub image_dir: Option<PathBuf>,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Show the checkpoints, restores, pauses and moves that are in progress, and how far they are.
-///
-/// Reads the bundles of containerd's shims. Changes nothing.
-#[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 done, also if nothing is in progress, 1 failed, 2 wrong usage.")]
-pub struct StatusArgs {
-    /// Id of a container. Default: all.
-    pub id: Option<String>,
-    /// Only containers of this namespace of containerd.
+    /// Also show what was looked for and not found, and the processes.
     #[arg(long, short)]
-    pub namespace: Option<String>,
-    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
-    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
-    pub state: PathBuf,
+    pub verbose: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
@@ -186,18 +180,26 @@ pub struct DrainArgs {
 /// Show which GPUs a restore would use on this node, without restoring.
 ///
 /// Decides as the shim does: by the spec of the container to be restored, the node's configuration and the
-/// GPUs that firn-gpu finds.
+/// GPUs that firn-gpu finds. Of a running container it plans for a checkpoint made now.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 the restore would be accepted, 1 it would be refused, 2 wrong usage.")]
+#[command(
+    after_help = "Examples:\n  firn plan checkpoint/job\n  firn plan job.tar --inventory other-node.json\n  \
+                  firn plan ./images/job --spec config.json\n\n\
+                  Exit status: 0 the restore would be accepted, 1 it would be refused, 2 wrong usage."
+)]
 pub struct PlanArgs {
-    /// The image directory.
-    pub dir: PathBuf,
-    /// The spec (config.json) of the container to be restored.
+    #[command(flatten)]
+    pub subject: SubjectArgs,
+    /// The spec (config.json) of the container to be restored. Default: that of the checkpoint; an image
+    /// directory has none.
     #[arg(long, value_name = "FILE")]
-    pub spec: PathBuf,
+    pub spec: Option<PathBuf>,
     /// Plan for another node: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub inventory: Option<PathBuf>,
+    /// Also show what a grant rests on, and PCI addresses.
+    #[arg(long, short)]
+    pub verbose: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
-use firn_image::manifest::{ImageFile, Manifest, ManifestError, UntrustedDir, describe_images};
+use firn_image::manifest::{
+    ImageError, ImageFile, Manifest, ManifestError, UntrustedDir, describe_images, is_of_image,
+};
 
 use firn_host::ProblemReport;
 
@@ -22,32 +24,135 @@ impl Found {
     }
 }
 
+/// The sizes of a checkpoint by class.
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+pub struct Sizes {
+    /// GPU memory, which is in the memory of the processes.
+    pub gpu: u64,
+    /// Memory of the processes in CRIU's files, without that.
+    pub memory: u64,
+    /// In a store.
+    pub stored: u64,
+    /// What CRIU knows of the processes.
+    pub state: u64,
+    /// Files that the container has written.
+    pub files: u64,
+}
+
+impl Sizes {
+    pub fn of(found: &Found, written: Option<u64>) -> Self {
+        let manifest = found.manifest.as_ref();
+        let stored = manifest
+            .and_then(|manifest| manifest.bulk.as_ref())
+            .map_or(0, |bulk| bulk.bytes);
+        let pages = found.images.iter().filter(|file| file.name.starts_with("pages-"));
+        let pages: u64 = pages.map(|file| file.size).sum();
+        let origin = manifest.and_then(|manifest| manifest.origin.as_ref());
+        // The store has the large memory: GPU memory first.
+        let gpu = origin
+            .map_or(0, |origin| origin.gpu_memory)
+            .min(pages.saturating_add(stored));
+        let gpu_in_pages = gpu.saturating_sub(stored);
+        Self {
+            gpu,
+            memory: pages - gpu_in_pages,
+            stored: stored.saturating_sub(gpu),
+            state: found.bytes() - pages,
+            files: written.unwrap_or(0),
+        }
+    }
+
+    pub fn all(&self) -> u64 {
+        let all = self.named().into_iter().map(|(_, bytes)| bytes);
+        all.fold(0, u64::saturating_add)
+    }
+
+    pub fn plus(self, other: &Self) -> Self {
+        Self {
+            gpu: self.gpu + other.gpu,
+            memory: self.memory + other.memory,
+            stored: self.stored + other.stored,
+            state: self.state + other.state,
+            files: self.files + other.files,
+        }
+    }
+
+    /// With the names of the classes.
+    pub fn named(&self) -> [(&'static str, u64); 5] {
+        [
+            ("GPU memory", self.gpu),
+            ("memory", self.memory),
+            ("other memory in a store", self.stored),
+            ("process state", self.state),
+            ("written files", self.files),
+        ]
+    }
+}
+
 /// How much of a file is searched for names of files.
 const MOST_BYTES: u64 = 64 << 20;
 
 /// Parts of file names: every container with an NVIDIA GPU has such a file mapped, open or mounted.
 const DRIVER: [&[u8]; 3] = [b"/libcuda.so.", b"/libnvidia-ml.so.", b"/dev/nvidia"];
 
-/// What a directory holds, and why the image is not complete.
-pub fn look(dir: &Path) -> (Found, Option<ProblemReport>) {
+/// A file of an image that was left in its archive.
+pub struct Left {
+    pub name: String,
+    pub size: u64,
+}
+
+/// What a directory holds, and why the image is not complete. Of files that are not in it only the sizes are
+/// compared.
+pub fn look(dir: &Path, left: &[Left]) -> (Found, Option<ProblemReport>) {
     let manifest = match Manifest::read(dir) {
         Ok(manifest) => manifest,
         Err(error) => return (Found::default(), Some(error.into())),
     };
     if let Some(manifest) = manifest {
-        let failure = manifest.verify_images(dir).err().map(ProblemReport::from);
+        let failure = compare(&manifest, dir, left).err().map(ProblemReport::from);
         let images = manifest.images.clone();
         let manifest = Some(manifest);
         return (Found { manifest, images }, failure);
     }
-    let images = match describe_images(dir, &AtomicBool::new(false)) {
+    let mut images = match describe_images(dir, &AtomicBool::new(false)) {
         Ok(images) => images,
         Err(error) => return (Found::default(), Some(error.into())),
     };
     // firn writes the manifest last, for every container with NVIDIA GPUs.
     let failure = names_driver(dir, &images).then(|| ManifestError::Missing { dir: dir.to_owned() }.into());
+    let unread = left.iter().map(|file| ImageFile {
+        name: file.name.clone(),
+        size: file.size,
+        sha256: None,
+        blake3: None,
+        sha256_of_blocks: None,
+    });
+    images.extend(unread);
     let manifest = None;
     (Found { manifest, images }, failure)
+}
+
+fn compare(manifest: &Manifest, dir: &Path, left: &[Left]) -> Result<(), ImageError> {
+    let path = |name: &String| dir.join(name);
+    let mut here = manifest.clone();
+    for Left { name, size } in left {
+        let Some(at) = here.images.iter().position(|file| file.name == *name) else {
+            match is_of_image(name) {
+                true => return Err(ImageError::Added { path: path(name) }),
+                false => continue,
+            }
+        };
+        let expected = here.images.remove(at).size;
+        if expected != *size {
+            let (path, found) = (path(name), *size);
+            return Err(ImageError::Size {
+                path,
+                found,
+                expected,
+            });
+        }
+    }
+    here.verify_images(dir).map(drop)
 }
 
 /// Whether CRIU's lists of files and mounts name the NVIDIA driver.

@@ -2,11 +2,12 @@
 //! files, and cleans the store for the memory of checkpoints.
 //!
 //! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `install`,
-//! `uninstall` and `store` change anything. The driver is reached through `firn-gpu`.
+//! `uninstall`, `images prune` and `store` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod agent;
+mod archive;
 mod args;
 mod audit;
 mod cdi;
@@ -16,6 +17,7 @@ mod containerd;
 mod doctor;
 mod drain;
 mod image;
+mod images;
 mod inspect;
 mod install;
 mod leftovers;
@@ -26,13 +28,15 @@ mod output;
 mod place;
 mod plan;
 mod program;
+mod ps;
 mod relocate;
 mod restore;
 mod sign;
-mod status;
 mod steps;
 mod store;
 mod text;
+mod view;
+mod work_dir;
 
 use std::process::ExitCode;
 
@@ -59,7 +63,9 @@ fn main() -> ExitCode {
         Command::Move(args) => relocate::run(&args),
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Status(args) => status::run(&args),
+        Command::Images(command) => images::run(&command),
+        Command::Ps(args) => ps::run(&args),
+        Command::Status(args) => ps::status(&args),
         Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(&args),
         Command::Uninstall(args) => install::uninstall(&args),

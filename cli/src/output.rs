@@ -12,6 +12,14 @@ use serde::Serialize;
 /// Whether output is missing.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
 
+/// Whether nobody reads the output any more.
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+/// Whether nobody reads the output any more, or it cannot be written.
+pub fn is_closed() -> bool {
+    CLOSED.load(Ordering::Relaxed)
+}
+
 /// Whether all output was written that had a reader.
 pub fn is_complete() -> bool {
     !INCOMPLETE.load(Ordering::Relaxed)
@@ -77,7 +85,10 @@ pub fn raw(text: &str) {
 }
 
 fn record(written: io::Result<()>) {
-    if written.is_err_and(|error| error.kind() != ErrorKind::BrokenPipe) {
-        INCOMPLETE.store(true, Ordering::Relaxed);
+    if let Err(error) = written {
+        CLOSED.store(true, Ordering::Relaxed);
+        if error.kind() != ErrorKind::BrokenPipe {
+            INCOMPLETE.store(true, Ordering::Relaxed);
+        }
     }
 }

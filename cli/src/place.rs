@@ -63,6 +63,16 @@ impl Place {
         })
     }
 
+    /// For a command that only reads: what is there counts as a file or directory, whatever its name is.
+    pub fn to_read(text: &str, kind: Option<Kind>) -> Self {
+        let path = Path::new(text).to_owned();
+        match Self::of(text, kind) {
+            Ok(place) => place,
+            Err(_) if path.is_dir() => Self::Dir(path),
+            Err(_) => Self::File(path),
+        }
+    }
+
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Ref(_) => "ref",

@@ -3,19 +3,21 @@
 //! Of another node only the inventory is known, and not its mounts and CDI files. Names of GPUs are then
 //! resolved as by a CDI file that names each GPU by index and UUID.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::{Config, Keys};
-use firn_gpu::{Gpu, GpuUuid, Inventory};
-use firn_image::manifest::Manifest;
-use firn_oci::{GpuRequest, Rules, Spec, mounts};
+use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
+use firn_host::Problem;
+use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
+use firn_oci::{GpuRequest, Rules, Spec, job_hook, mounts};
 use firn_remap::{Basis, GpuAssignment, Grant};
 use serde_json::json;
 
 use crate::args::PlanArgs;
 use crate::output::{self, line};
+use crate::view::{Subject, View};
 use crate::{cdi, program};
 use firn_host::ProblemReport;
 
@@ -33,6 +35,28 @@ struct Accepted {
 const UNSEEN_MOUNTS: &str = "mounts and libraries: they are looked for on the node itself";
 const UNSEEN_CDI: &str =
     "CDI files of that node: what the spec requests is taken as its GPUs by index, UUID or all";
+
+/// A directory of a checkpoint has CRIU's files alone.
+#[derive(Debug, thiserror::Error, Problem)]
+#[error("{what} does not have the spec of its container")]
+#[problem(
+    "FIRN-NO-SPEC",
+    "name the config.json of the container to be restored: `firn plan DIR --spec FILE`. An image or a tar \
+     file of `firn checkpoint` has it"
+)]
+struct NoSpec {
+    what: String,
+}
+
+/// What is to be planned: the spec of a container, and its checkpoint.
+struct Planned {
+    spec: Spec,
+    manifest: Option<Manifest>,
+    /// What relative paths of the spec begin at.
+    bundle: PathBuf,
+    /// The small files of an archive, for as long as this lives.
+    _view: Option<View>,
+}
 
 /// Returns whether the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
@@ -52,8 +76,12 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
         }))?;
     } else {
         match &result {
-            Ok(accepted) => print(accepted),
-            Err(failure) => line!("{failure}"),
+            Ok(accepted) => {
+                let place = if args.inventory.is_some() { "there" } else { "here" };
+                line!("verdict can be restored {place}, as far as can be seen");
+                print(accepted, args.verbose);
+            }
+            Err(failure) => line!("verdict {failure}"),
         }
     }
     Ok(result.is_ok())
@@ -66,13 +94,22 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
         .as_deref()
         .map(program::read_inventory)
         .transpose()?;
-    let (spec, manifest, by_names) = match read(args, config, there.as_ref()) {
-        Ok(all) => all,
+    let Planned {
+        spec,
+        manifest,
+        bundle,
+        _view,
+    } = match subject(args, config)? {
+        Ok(planned) => planned,
+        Err(failure) => return Ok(Err(failure)),
+    };
+    let (spec, by_names) = match created(spec, config, there.as_ref()) {
+        Ok(created) => created,
         Err(failure) => return Ok(Err(failure)),
     };
     let is_there = there.is_some();
     if let Some(manifest) = manifest.as_ref().filter(|manifest| manifest.is_device_free()) {
-        return Ok(without_devices(&spec, manifest, there, args, config));
+        return Ok(without_devices((&spec, &bundle), manifest, there, config));
     }
     let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
         return Ok(Ok(Accepted::default()));
@@ -81,14 +118,13 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
         Some(inventory) => inventory,
         None => program::inventory(config).context("cannot read the GPUs of this node")?,
     };
-    let bundle = args.spec.parent().unwrap_or(Path::new("."));
     let decision = GpuAssignment::make(&spec, &manifest, &inventory, &config.restore)
         .map_err(ProblemReport::from)
         .and_then(|decision| {
             if is_there {
                 return Ok(decision);
             }
-            find_mounts(&spec, bundle, &manifest, &inventory, config).map(|()| decision)
+            find_mounts(&spec, &bundle, &manifest, &inventory, config).map(|()| decision)
         });
     Ok(decision.map(|decision| Accepted {
         gpus: Some((manifest, decision, inventory)),
@@ -102,10 +138,9 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
 
 /// The grant of a container whose checkpoint holds nothing of any device.
 fn without_devices(
-    spec: &Spec,
+    (spec, bundle): (&Spec, &Path),
     manifest: &Manifest,
     there: Option<Inventory>,
-    args: &PlanArgs,
     config: &Config,
 ) -> Result<Accepted, ProblemReport> {
     let is_there = there.is_some();
@@ -115,7 +150,6 @@ fn without_devices(
     let inventory = there.or(here).unwrap_or_default();
     let grant = Grant::of_device_free(spec, &inventory, &config.restore)?;
     if !is_there {
-        let bundle = args.spec.parent().unwrap_or(Path::new("."));
         find_mounts(spec, bundle, manifest, &inventory, config)?;
     }
     Ok(Accepted {
@@ -149,18 +183,103 @@ pub fn find_mounts(
     Ok(())
 }
 
-/// Spec and manifest, and whether the spec requested GPUs in a way that Create converts.
-fn read(
-    args: &PlanArgs,
-    config: &Config,
-    there: Option<&Inventory>,
-) -> Result<(Spec, Option<Manifest>, bool), ProblemReport> {
-    let (spec, by_names) = created(Spec::load_file(&args.spec)?, config, there)?;
-    let manifest = Manifest::read_for(&spec, &args.dir)?;
-    if let Some(manifest) = &manifest {
-        manifest.verify_images(&args.dir)?;
+/// The outer error: what the subject is could not be found out.
+fn subject(args: &PlanArgs, config: &Config) -> Result<Result<Planned, ProblemReport>> {
+    let given = args.spec.as_deref().map(Spec::load_file).transpose();
+    let given = match given.map_err(ProblemReport::from) {
+        Ok(given) => given,
+        Err(failure) => return Ok(Err(failure)),
+    };
+    let of_file = args.spec.as_deref().and_then(Path::parent).map(Path::to_owned);
+    match Subject::of(&args.subject) {
+        Subject::Container(bundle) => {
+            let planned = container(&bundle, config)?;
+            Ok(planned.map(|planned| Planned {
+                spec: given.unwrap_or(planned.spec),
+                ..planned
+            }))
+        }
+        Subject::Checkpoint(place) => {
+            let view = View::open(&place, &args.subject)?;
+            Ok(checkpoint(view, given, of_file))
+        }
     }
-    Ok((spec, manifest, by_names))
+}
+
+fn checkpoint(view: View, given: Option<Spec>, of_file: Option<PathBuf>) -> Result<Planned, ProblemReport> {
+    let spec = given.or_else(|| view.spec.clone());
+    let spec = spec.ok_or_else(|| NoSpec {
+        what: view.what.clone(),
+    })?;
+    let manifest = Manifest::read_for(&spec, &view.dir)?;
+    if let (Some(_), (_, Some(failure))) = (&manifest, view.look()) {
+        return Err(failure);
+    }
+    Ok(Planned {
+        spec,
+        manifest,
+        bundle: of_file.unwrap_or_else(|| view.dir.clone()),
+        _view: Some(view),
+    })
+}
+
+/// A running container, with the manifest that a checkpoint of it would have, as far as a plan needs it.
+fn container(bundle: &Path, config: &Config) -> Result<Result<Planned, ProblemReport>> {
+    let spec = match Spec::load(bundle) {
+        Ok(spec) => spec,
+        Err(error) => return Ok(Err(error.into())),
+    };
+    let manifest = match spec.requests_gpu() {
+        false => None,
+        true => {
+            let here = program::inventory(config).context("cannot read the GPUs of this node")?;
+            match manifest_of(&spec, &here) {
+                Ok(manifest) => Some(manifest),
+                Err(failure) => return Ok(Err(failure)),
+            }
+        }
+    };
+    Ok(Ok(Planned {
+        spec,
+        manifest,
+        bundle: bundle.to_owned(),
+        _view: None,
+    }))
+}
+
+fn manifest_of(spec: &Spec, here: &Inventory) -> Result<Manifest, ProblemReport> {
+    let node = firn_preflight::check_node(here, Some(spec)).accepted()?;
+    let gpus: Vec<_> = node.gpus.iter().map(SourceGpu::from).collect();
+    let uuids: Vec<GpuUuid> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let manifest = Manifest {
+        checkpoint: String::new(),
+        origin: None,
+        hooks: std::collections::BTreeMap::new(),
+        backend: Backend::Nvidia,
+        dump: DumpFlags::default(),
+        driver: Some(DriverVersion {
+            driver: here.driver_version.clone(),
+            cuda: here.cuda_version,
+        }),
+        topology: here.topology.of(&uuids),
+        gpus,
+        // One is enough for the image to have GPU state.
+        processes: vec![CheckpointedProcess {
+            pid: 1,
+            restore_tid: 1,
+            state: CudaState::Running,
+        }],
+        inherited_gpus: Vec::new(),
+        released_gpus: None,
+        bulk: None,
+        mounts: mounts::required(spec)?,
+        versions: Versions::default(),
+        images: Vec::new(),
+    };
+    Ok(match job_hook::releases_devices(spec) {
+        true => manifest.without_devices(),
+        false => manifest,
+    })
 }
 
 /// The spec as the shim would convert it at Create, and whether there was anything to convert.
@@ -199,7 +318,7 @@ fn granted(accepted: &Accepted) -> Option<Vec<&GpuUuid>> {
     Some(grant.gpus.iter().map(|gpu| &gpu.uuid).collect())
 }
 
-fn print(accepted: &Accepted) {
+fn print(accepted: &Accepted, is_verbose: bool) {
     if let Some(grant) = &accepted.device_free {
         line!("the checkpoint is device-free: the container gets what its spec grants here");
         line!("grant   {}", basis(grant));
@@ -221,13 +340,15 @@ fn print(accepted: &Accepted) {
         line!("the checkpoint holds no GPU state: it would be restored as runc alone would");
         return;
     };
-    line!("driver  {} on both sides", inventory.driver_version);
-    line!("grant   {}", basis(&decision.grant));
+    if is_verbose {
+        line!("driver  {} on both sides", inventory.driver_version);
+        line!("grant   {}", basis(&decision.grant));
+    }
     for pair in decision.map.pairs() {
         let old = manifest.gpus.iter().find(|gpu| gpu.uuid == pair.old);
         let new = inventory.gpus.iter().find(|gpu| gpu.uuid == pair.new);
         let name = old.map_or("", |gpu| &gpu.name);
-        let minor = new.map_or_else(String::new, |gpu| {
+        let minor = new.filter(|_| is_verbose).map_or_else(String::new, |gpu| {
             format!(" (minor {}, {})", gpu.minor, gpu.pci_address)
         });
         line!("gpu     {} {name} -> {}{minor}", pair.old, pair.new);

@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
+use firn_host::Rfc3339;
+
 /// Bytes in the largest binary unit that keeps at least one digit before the point.
 pub fn bytes(count: u64) -> String {
     const UNITS: [(&str, u64); 4] = [
@@ -27,10 +29,19 @@ pub fn rate(count: u64, seconds: f64) -> String {
     format!("{}/s", bytes(u64::try_from(rate).unwrap_or(u64::MAX)))
 }
 
+/// containerd's usual socket.
+pub const CONTAINERD: &str = "/run/containerd/containerd.sock";
+
+/// A time in seconds since 1970, `2026-01-31T23:59:59Z`.
+pub fn time(seconds: u64) -> String {
+    let text = Rfc3339(Duration::from_secs(seconds)).to_string();
+    format!("{}Z", text.split('.').next().unwrap_or_default())
+}
+
 /// How ctr is called for this socket and namespace.
 pub fn ctr(address: &Path, namespace: &str) -> String {
     let address = match address.to_str() {
-        Some("/run/containerd/containerd.sock") => String::new(),
+        Some(CONTAINERD) => String::new(),
         _ => format!(" --address {}", address.display()),
     };
     match namespace {

@@ -59,6 +59,9 @@ pub const ANNOTATION_CRI_POD: &str = "io.kubernetes.cri.sandbox-name";
 /// See [`ANNOTATION_CRI_NAMESPACE`].
 pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
 
+/// Annotation by containerd's CRI plugin: the name of the container's image.
+pub const ANNOTATION_CRI_IMAGE: &str = "io.kubernetes.cri.image-name";
+
 /// Annotation by the kubelet, where the runtime handler passes it on: how often it has started this container
 /// of the pod again.
 pub const ANNOTATION_RESTARTS: &str = "io.kubernetes.container.restartCount";

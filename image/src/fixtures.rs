@@ -28,6 +28,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             .collect(),
         inherited_gpus: Vec::new(),
         released_gpus: None,
+        origin: None,
         bulk: None,
         hooks: Default::default(),
         processes: vec![CheckpointedProcess {

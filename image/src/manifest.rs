@@ -23,6 +23,7 @@
 mod envelope;
 mod error;
 mod limits;
+mod origin;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -44,6 +45,7 @@ use crate::store::Digest;
 pub use error::ManifestError;
 pub use firn_gpu::SourceGpu;
 pub use firn_oci::mounts::RequiredMount;
+pub use origin::Origin;
 
 /// Largest manifest that is written or read: room for the files of some ten thousand threads.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -54,6 +56,9 @@ pub struct Manifest {
     /// Random id of the checkpoint, for the job's hooks. Empty in images of older versions.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub checkpoint: String,
+    /// Where it comes from, for people. Images of older versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
     /// Annotations of the source that name hooks of the job: the copy has them unless it names its own.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub hooks: BTreeMap<String, String>,

@@ -135,6 +135,7 @@ fn gpu() -> Manifest {
         }],
         inherited_gpus: Vec::new(),
         released_gpus: None,
+        origin: None,
         bulk: None,
         hooks: Default::default(),
         mounts: vec![
@@ -168,6 +169,7 @@ fn plain() -> Manifest {
         processes: Vec::new(),
         inherited_gpus: Vec::new(),
         released_gpus: None,
+        origin: None,
         bulk: None,
         hooks: Default::default(),
         mounts: Vec::new(),

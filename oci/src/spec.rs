@@ -142,6 +142,11 @@ impl Spec {
         pairs.filter_map(move |pair| pair.strip_prefix(name)?.strip_prefix('='))
     }
 
+    /// The arguments of the first process.
+    pub fn args(&self) -> impl Iterator<Item = &str> {
+        self.array("/process/args").iter().filter_map(Value::as_str)
+    }
+
     /// Value of an annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.annotations()?.get(key)?.as_str()

@@ -204,6 +204,9 @@ enum Line {
     Child(ChildProcess),
     End {
         outcome: Outcome,
+        /// Why the container is suspended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reason: Option<String>,
     },
 }
 
@@ -361,7 +364,12 @@ impl Journal {
 
     /// The transaction is over.
     pub async fn end(self, outcome: Outcome) {
-        self.note(Line::End { outcome }).await;
+        self.end_for(outcome, None).await;
+    }
+
+    /// As [`Journal::end`], with the reason for which the container is suspended.
+    pub async fn end_for(self, outcome: Outcome, reason: Option<String>) {
+        self.note(Line::End { outcome, reason }).await;
         // Resume rolls back by this journal.
         if outcome != Outcome::Suspended {
             self.remove().await;
@@ -439,6 +447,8 @@ pub struct Record {
     pub memory: GpuMemory,
     pub children: Vec<ChildProcess>,
     pub outcome: Option<Outcome>,
+    /// Why the container is suspended.
+    pub reason: Option<String>,
     /// The journal is of this boot of the host: pids are still valid.
     pub same_boot: bool,
 }
@@ -486,6 +496,7 @@ impl Record {
             memory: GpuMemory::new(),
             children: Vec::new(),
             outcome: None,
+            reason: None,
             same_boot: !of.is_empty() && of == boot(),
         };
         lines.for_each(|line| record.add(line));
@@ -515,7 +526,7 @@ impl Record {
                 }
             }
             Line::Child(child) => self.children.push(child),
-            Line::End { outcome } => self.outcome = Some(outcome),
+            Line::End { outcome, reason } => (self.outcome, self.reason) = (Some(outcome), reason),
         }
     }
 }

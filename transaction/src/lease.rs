@@ -117,6 +117,12 @@ impl Lease {
         Ok(held.flat_map(|lease| lease.gpus).collect())
     }
 
+    /// Whether the container with this init has given its GPUs free. None if it has no lease.
+    pub fn is_parked(init: i32) -> Option<bool> {
+        let lease = read(&Path::new(names::LEASES).join(init.to_string()))?;
+        lease.is_living().then_some(lease.parked)
+    }
+
     /// Whether its container still has its GPUs, those and no others.
     pub fn is_in_force(&self) -> bool {
         self.is_in_force_in(Path::new(names::LEASES))

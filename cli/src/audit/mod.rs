@@ -8,15 +8,15 @@ mod print;
 mod subject;
 mod workload;
 
-use std::path::{Path, PathBuf};
-
 use anyhow::{Context, Result};
-use firn_config::{Config, Keys, names};
+use firn_config::{Config, Keys};
 use firn_host::ProblemReport;
 use serde::Serialize;
 
 use crate::args::AuditArgs;
-use crate::{image, output, program};
+use crate::place::Place;
+use crate::view::{Subject, View};
+use crate::{output, program};
 use findings::{Signal, Signals};
 
 /// The result of an audit.
@@ -57,30 +57,33 @@ struct Report {
 /// Prints the report and returns its verdict.
 pub fn run(args: &AuditArgs) -> Result<Verdict> {
     let config = Config::load(Keys::CHECKPOINT).map_err(ProblemReport::from)?;
-    let report = match image_dir(&args.subject) {
-        Some(dir) => of_image(&dir, args, &config)?,
-        None => workload::audit(args, &config)?,
+    let report = match Subject::of(&args.subject) {
+        Subject::Container(_) => workload::audit(args, &config)?,
+        Subject::Checkpoint(Place::Ref(name)) if name.parse::<i32>().is_ok() => {
+            workload::audit(args, &config)?
+        }
+        Subject::Checkpoint(place) => match View::open(&place, &args.subject) {
+            Ok(view) => of_checkpoint(&view, args, &config)?,
+            Err(_) if is_bare(&place, args) => workload::audit(args, &config)?,
+            Err(error) => return Err(error),
+        },
     };
     if args.json {
         output::json(&report)?;
     } else {
-        print::print(&report);
+        print::print(&report, args.verbose);
     }
     Ok(report.verdict)
 }
 
-/// The directory, if the subject is one that holds an image.
-fn image_dir(subject: &str) -> Option<PathBuf> {
-    let dir = Path::new(subject);
-    let is_image = [names::MANIFEST, "inventory.img"]
-        .iter()
-        .any(|name| dir.join(name).is_file());
-    is_image.then(|| dir.to_owned())
+/// Whether a name is that of a container rather than that of an image: then the error is about a container.
+fn is_bare(place: &Place, args: &AuditArgs) -> bool {
+    args.subject.kind.is_none() && matches!(place, Place::Ref(name) if !name.contains(['/', ':']))
 }
 
-fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
+fn of_checkpoint(view: &View, args: &AuditArgs, config: &Config) -> Result<Report> {
     let mut signals = Signals::default();
-    let (found, failure) = image::look(dir);
+    let (found, failure) = view.look();
     let is_whole = failure.is_none();
     signals.of_image(failure, found.manifest.is_some());
     let manifest = found.manifest.as_ref().filter(|_| is_whole);
@@ -95,7 +98,7 @@ fn of_image(dir: &Path, args: &AuditArgs, config: &Config) -> Result<Report> {
         plan = signals.of_plan((gpus, &manifest.topology, driver), &target);
     }
     Ok(Report {
-        subject: format!("image {}", dir.display()),
+        subject: view.what.clone(),
         verdict: signals.verdict(),
         gpus: gpus.iter().map(|gpu| gpu.uuid.to_string()).collect(),
         image_bytes: is_whole.then(|| found.bytes()),

@@ -5,8 +5,9 @@ use super::{Report, Verdict};
 use crate::output::line;
 use crate::text;
 
-/// Prints the verdict, the signals, sizes, and in one line the signals of which nothing was found.
-pub(super) fn print(report: &Report) {
+/// Prints the verdict, what was found, and sizes. `is_verbose`: also processes, GPUs, and in one line what
+/// was not found.
+pub(super) fn print(report: &Report, is_verbose: bool) {
     let verdict = match report.verdict {
         Verdict::Can => "can be checkpointed and restored, as far as can be seen",
         Verdict::Cannot => "cannot",
@@ -17,14 +18,15 @@ pub(super) fn print(report: &Report) {
     for signal in report.signals.iter().filter(|signal| !signal.is_quiet()) {
         print_signal(signal);
     }
-    for process in report.processes.iter().filter(|process| process.cuda) {
+    let processes = report.processes.iter().filter(|process| process.cuda);
+    for process in processes.filter(|_| is_verbose) {
         let memory = process.gpu_bytes.map_or_else(
             || "GPU memory not reported".to_owned(),
             |b| text::bytes(b) + " of GPU memory",
         );
         line!("process    {} ({}), {memory}", process.pid, process.comm);
     }
-    for gpu in &report.gpus {
+    for gpu in report.gpus.iter().filter(|_| is_verbose) {
         line!("gpu        {gpu}");
     }
     if report.gpu_bytes > 0 {
@@ -38,6 +40,9 @@ pub(super) fn print(report: &Report) {
         for pair in plan["map"].as_array().into_iter().flatten() {
             line!("map        {} -> {}", pair["old"], pair["new"]);
         }
+    }
+    if !is_verbose {
+        return;
     }
     let quiet = report.signals.iter().filter(|signal| signal.is_quiet());
     let quiet: Vec<&str> = quiet.map(|signal| signal.signal).collect();

@@ -16,6 +16,7 @@ use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;
 use crate::containerd::BUNDLES;
+use crate::view::args::SubjectArgs;
 
 /// Flag of a thread of the kernel, in its stat.
 const PF_KTHREAD: u64 = 0x0020_0000;
@@ -55,9 +56,15 @@ pub enum Unready {
 
 impl Subject {
     pub fn of(args: &AuditArgs) -> Result<Self> {
-        match args.subject.parse() {
-            Ok(pid) => Self::of_pid(pid, &args.state),
-            Err(_) => Self::of_container(&args.subject, &args.namespace, &args.state),
+        let SubjectArgs {
+            subject,
+            containerd,
+            state,
+            ..
+        } = &args.subject;
+        match subject.parse() {
+            Ok(pid) => Self::of_pid(pid, state),
+            Err(_) => Self::of_container(subject, &containerd.namespace, state),
         }
     }
 

@@ -19,6 +19,16 @@ pub struct Image {
     pub labels: HashMap<String, String>,
     #[prost(message, optional, tag = "3")]
     pub target: Option<Descriptor>,
+    /// Set by containerd.
+    #[prost(message, optional, tag = "7")]
+    pub created_at: Option<Timestamp>,
+}
+
+/// `google.protobuf.Timestamp`
+#[derive(Clone, PartialEq, Message)]
+pub struct Timestamp {
+    #[prost(int64, tag = "1")]
+    pub seconds: i64,
 }
 
 /// `containerd.types.Descriptor`

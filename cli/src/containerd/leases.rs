@@ -27,6 +27,18 @@ struct DeleteLease {
 }
 
 #[derive(Clone, PartialEq, Message)]
+struct Leases {
+    #[prost(message, repeated, tag = "1")]
+    leases: Vec<LeaseId>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct LeaseId {
+    #[prost(string, tag = "1")]
+    id: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
 struct Resources {
     #[prost(message, repeated, tag = "1")]
     resources: Vec<Resource>,
@@ -69,6 +81,14 @@ impl Containerd {
         let call = "/containerd.services.leases.v1.Leases/Delete";
         let (id, sync) = (id.to_owned(), true);
         self.call(call, DeleteLease { id, sync }).await
+    }
+
+    /// Ids of all leases of the namespace.
+    pub async fn leases(&self) -> Result<Vec<String>, CallError> {
+        let listed: Leases = self
+            .call("/containerd.services.leases.v1.Leases/List", ())
+            .await?;
+        Ok(listed.leases.into_iter().map(|lease| lease.id).collect())
     }
 
     /// Digests of the blobs that a lease keeps.

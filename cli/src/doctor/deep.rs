@@ -18,8 +18,9 @@ use crate::checkpoint::{Interrupts, OPTIONS};
 use crate::containerd::{Any, Container, Containerd, CreateTask, Mount, Runtime, block_on};
 use crate::oci_image::{Part, media};
 use crate::restore::dir::{start_with, url};
-use crate::restore::unpack::{WorkDir, unpack};
+use crate::restore::unpack::unpack;
 use crate::steps::Steps;
+use crate::work_dir::WorkDir;
 
 const NAME: &str = "deep";
 const RUNTIME: &str = "io.containerd.firn.v2";

@@ -5,7 +5,7 @@ mod daemon;
 mod error;
 mod handler;
 mod programs;
-mod running;
+pub mod running;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

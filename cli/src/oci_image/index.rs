@@ -15,7 +15,7 @@ const RUNTIME: &str = "io.containerd.checkpoint.runtime";
 const SNAPSHOTTER: &str = "io.containerd.checkpoint.snapshotter";
 
 /// Largest description that is read: indexes, manifests, specs.
-const MAX_JSON: u64 = 8 << 20;
+pub const MAX_JSON: u64 = 8 << 20;
 
 /// A descriptor of OCI.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -129,7 +129,13 @@ impl Index {
 
     /// Reads the index of `what` from the content store.
     pub async fn read(containerd: &Containerd, what: &str, digest: &str) -> Result<Self, ImageError> {
-        let index: Self = json(containerd, what, digest).await?;
+        let bytes = containerd.content(digest, 0, MAX_JSON).await?;
+        Self::parse(what, digest, &bytes)
+    }
+
+    /// Reads the bytes of an index.
+    pub fn parse(what: &str, digest: &str, bytes: &[u8]) -> Result<Self, ImageError> {
+        let index: Self = parse(what, digest, bytes)?;
         for (needed, name) in [(media::CHECKPOINT, "processes"), (media::SPEC, "spec")] {
             if index.part(needed).is_none() {
                 return Err(no_checkpoint(what, format!("it has no {name}")));
@@ -175,7 +181,7 @@ impl Index {
     }
 }
 
-fn no_checkpoint(what: &str, why: impl Into<String>) -> ImageError {
+pub fn no_checkpoint(what: &str, why: impl Into<String>) -> ImageError {
     ImageError::NoCheckpoint {
         what: what.to_owned(),
         why: why.into(),
@@ -188,7 +194,11 @@ async fn json<T: serde::de::DeserializeOwned>(
     digest: &str,
 ) -> Result<T, ImageError> {
     let bytes = containerd.content(digest, 0, MAX_JSON).await?;
-    serde_json::from_slice(&bytes).map_err(|error| no_checkpoint(what, format!("{digest}: {error}")))
+    parse(what, digest, &bytes)
+}
+
+fn parse<T: serde::de::DeserializeOwned>(what: &str, digest: &str, bytes: &[u8]) -> Result<T, ImageError> {
+    serde_json::from_slice(bytes).map_err(|error| no_checkpoint(what, format!("{digest}: {error}")))
 }
 
 /// The image that a container began with.

@@ -5,9 +5,26 @@ mod error;
 mod index;
 mod layout;
 
+use firn_config::names;
+use firn_image::manifest::MAX_BYTES;
+
+use crate::archive;
+use crate::containerd::{CallError, Containerd};
+
 pub use error::ImageError;
-pub use index::{BaseImage, Blob, Index, Part, labels};
+pub use index::{BaseImage, Blob, Index, MAX_JSON, Part, labels, no_checkpoint};
 pub use layout::{Layout, read, write};
+
+/// The bytes of firn's manifest in the archive of the processes, of which nothing else is read. None if there
+/// is none, or one that is too large.
+pub async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Vec<u8>>, CallError> {
+    let read = async |from, size| containerd.content(&part.digest, from, size).await;
+    let place = archive::find(names::MANIFEST, part.size, read).await?;
+    match place.filter(|place| place.length <= MAX_BYTES) {
+        None => Ok(None),
+        Some(place) => read(place.from, place.length).await.map(Some),
+    }
+}
 
 /// Types of the parts. containerd has these names.
 pub mod media {

@@ -13,7 +13,7 @@ use tokio::time::sleep;
 
 use super::error::RestoreError;
 use super::gpus::Here;
-use super::unpack::{WorkDir, unpack};
+use super::unpack::unpack;
 use super::{Restored, STDIN, dir, gpus};
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
@@ -22,7 +22,7 @@ use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
 use crate::output::note;
 use crate::place::Place;
 use crate::steps::Steps;
-use crate::store::archive;
+use crate::work_dir::WorkDir;
 
 /// Largest manifest and spec that are read.
 const MAX_BYTES: u64 = 16 << 20;
@@ -247,6 +247,7 @@ async fn base(containerd: &Containerd, index: &Index, made: &mut Made) -> Result
                 name: name.clone(),
                 labels,
                 target,
+                created_at: None,
             })
             .await?;
         made.image = Some(name);
@@ -256,12 +257,9 @@ async fn base(containerd: &Containerd, index: &Index, made: &mut Made) -> Result
 
 /// firn's manifest in the archive of the processes; none if firn has not made it.
 async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Manifest>, RestoreError> {
-    let read = async |from, size| containerd.content(&part.digest, from, size).await;
-    let Some(place) = archive::find(names::MANIFEST, part.size, read).await? else {
-        return Ok(None);
-    };
-    let bytes = read(place.from, place.length.min(MAX_BYTES)).await?;
-    Ok(Some(Manifest::decode(&bytes, Path::new(names::MANIFEST))?))
+    let bytes = oci_image::manifest(containerd, part).await?;
+    let manifest = bytes.map(|bytes| Manifest::decode(&bytes, Path::new(names::MANIFEST)));
+    Ok(manifest.transpose()?)
 }
 
 /// The root file system, with the files that the source had written.

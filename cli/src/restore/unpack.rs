@@ -2,48 +2,18 @@
 //!
 //! The archive comes from others: it has plain files, each directly in it, and nothing else is taken.
 
-use std::fs::{self, DirBuilder, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Component, Path, PathBuf};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Component, Path};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use firn_host::UnlessAbsent;
 use tar::{Archive, EntryType};
 
 use crate::containerd::{self, CallError, Containerd};
 use crate::oci_image::{ImageError, Part};
-use crate::output::note;
 use crate::steps::Steps;
-
-/// A directory for root alone, which is removed when this is dropped.
-pub struct WorkDir(PathBuf);
-
-impl WorkDir {
-    /// `parent` is made if it is not there.
-    pub fn make(parent: &Path, id: &str) -> Result<Self, ImageError> {
-        let failed = |path: &Path| ImageError::file(format!("make {}", path.display()));
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
-        made.map_err(failed(parent))?;
-        let path = parent.join(format!("{id}-{}", std::process::id()));
-        let made = DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(failed(&path))?;
-        Ok(Self(path))
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for WorkDir {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0).unless_absent() {
-            note!("firn: {} is left: {error}", self.0.display());
-        }
-    }
-}
 
 /// Parts of a blob that another thread unpacks.
 struct Parts {
@@ -138,6 +108,8 @@ fn files(from: impl Read, dir: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use tar::{Builder, Header};
 
     use super::*;

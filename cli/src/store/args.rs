@@ -201,7 +201,7 @@ pub struct PinArgs {
     pub common: Common,
 }
 
-fn duration(text: &str) -> Result<Duration, String> {
+pub fn duration(text: &str) -> Result<Duration, String> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
     let seconds = firn_config::parse_quantity(text, &units);
     seconds

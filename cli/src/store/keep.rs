@@ -14,8 +14,8 @@ use firn_image::manifest::{MAX_BYTES, UntrustedDir, is_of_image};
 use firn_image::store::{Digest, Index};
 use serde::Deserialize;
 
-use super::archive;
 use crate::containerd::{CallError, Containerd, Descriptor};
+use crate::oci_image;
 
 /// containerd's media type of the archive of an image directory.
 const CHECKPOINT: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
@@ -189,6 +189,11 @@ async fn of_image(containerd: &Containerd, target: Descriptor) -> Result<Vec<Dig
             break;
         };
         if part.media_type == CHECKPOINT {
+            let part = oci_image::Part {
+                digest: part.digest,
+                size: part.size,
+                ..oci_image::Part::default()
+            };
             found.extend(of_archive(containerd, &part).await?);
         } else if depth < DEPTH && part.media_type.ends_with("+json") && part.size <= MAX_LIST {
             let list = present(containerd.content(&part.digest, 0, part.size).await)?;
@@ -202,13 +207,8 @@ async fn of_image(containerd: &Containerd, target: Descriptor) -> Result<Vec<Dig
 }
 
 /// The index that the firn.json in an archive names.
-async fn of_archive(containerd: &Containerd, part: &Part) -> Result<Option<Digest>, CallError> {
-    let read = async |from, size| containerd.content(&part.digest, from, size).await;
-    let place = present(archive::find(names::MANIFEST, part.size, read).await)?.flatten();
-    let Some(place) = place.filter(|place| place.length <= MAX_BYTES) else {
-        return Ok(None);
-    };
-    let manifest = present(read(place.from, place.length).await)?;
+async fn of_archive(containerd: &Containerd, part: &oci_image::Part) -> Result<Option<Digest>, CallError> {
+    let manifest = present(oci_image::manifest(containerd, part).await)?.flatten();
     // A damaged one restores nothing.
     Ok(named_by(&manifest.unwrap_or_default()).ok().flatten())
 }

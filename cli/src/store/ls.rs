@@ -1,9 +1,6 @@
 //! `firn store ls`.
 
-use std::time::Duration;
-
 use anyhow::Result;
-use firn_host::Rfc3339;
 use serde_json::json;
 
 use super::args::LsArgs;
@@ -81,17 +78,11 @@ fn row(image: &Image) -> [String; 9] {
         short(&image.id),
         of(|index| index.container.clone()),
         of(|index| index.host.clone()),
-        of(|index| seconds(index.made)),
+        of(|index| text::time(index.made)),
         of(|index| index.parent.as_ref().map_or("-".to_owned(), short)),
         text::bytes(image.own),
         text::bytes(image.shared),
         text::bytes(image.zero),
         format!("{}{missing}{pinned}", state(image)),
     ]
-}
-
-/// Without fractions: `2026-01-31T23:59:59Z`.
-fn seconds(made: u64) -> String {
-    let text = Rfc3339(Duration::from_secs(made)).to_string();
-    format!("{}Z", text.split('.').next().unwrap_or_default())
 }

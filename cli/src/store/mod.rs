@@ -1,17 +1,16 @@
 //! `firn store`: the store for the memory of checkpoints.
 
-pub mod archive;
 pub mod args;
 mod bucket;
 mod export;
 mod gc;
-mod keep;
+pub mod keep;
 mod ls;
 mod name;
 mod origin;
 mod progress;
 mod transfer;
-mod usage;
+pub mod usage;
 mod verify;
 
 use std::path::{Path, PathBuf};

@@ -111,7 +111,12 @@ fn audit_shows_that_a_process_can_be_moved_and_its_costs() {
         (status, &signal["failure"]["code"]),
         (Some(1), &json!("FIRN-DRIVER-VERSION"))
     );
-    let shown = text(&node.firn(&["audit", &idle.pid()]));
+    let short = text(&node.firn(&["audit", &idle.pid()]));
+    assert!(
+        short.lines().count() <= 5 && !short.contains("none of"),
+        "{short}"
+    );
+    let shown = text(&node.firn(&["audit", &idle.pid(), "-v"]));
     assert!(
         shown.starts_with("verdict    can be checkpointed")
             && shown.contains("\nnone of ")
@@ -333,8 +338,8 @@ fn audit_names_what_it_cannot_find() {
             "no container no-such-container runs in namespace default",
         ),
         (
-            &["a/b"],
-            "neither an image directory, a pid nor the id of a container",
+            &["a/b", "--address", "/none.sock"],
+            "FIRN-CONTAINERD: cannot connect to containerd at /none.sock",
         ),
         (&["2147483647"], "there is no process 2147483647"),
     ] {

@@ -1,6 +1,8 @@
 //! `firn inspect`.
 
-use firn_image::manifest::StoredMemory;
+use std::process::Command;
+
+use firn_image::manifest::{Origin, StoredMemory};
 use firn_image::store::Digest;
 use serde_json::{Value, json};
 
@@ -9,20 +11,27 @@ use crate::node::{Node, text, uuid, value};
 #[test]
 fn inspect_shows_what_a_checkpoint_holds() {
     let node = Node::new();
-    let output = node.firn(&["inspect", "image"]);
+    let output = node.firn(&["inspect", "image", "-v"]);
     let shown = text(&output);
     assert_eq!(output.status.code(), Some(0), "{shown}");
+    assert!(shown.starts_with("verdict    whole\n"), "{shown}");
     for part in [
         "580.95.05 (CUDA 13.0)",
         &uuid(0),
         "8.0 GiB",
         "pid 7",
         "tcp-established",
-        "3 files, 2.0 MiB",
-        "whole",
+        "3 of CRIU, 2.0 MiB",
+        "size       2.0 MiB: ",
     ] {
         assert!(shown.contains(part), "{part:?} is missing in\n{shown}");
     }
+    // What is no problem needs -v.
+    let shown = text(&node.firn(&["inspect", "image"]));
+    assert!(
+        !shown.contains("tcp-established") && shown.contains("pid 7"),
+        "{shown}"
+    );
     let output = value(&node.firn(&["inspect", "--json", "image"]));
     assert_eq!(output["manifest"]["gpus"][0]["uuid"], json!(uuid(0)));
     assert_eq!(output["failure"], Value::Null);
@@ -120,4 +129,199 @@ fn a_checkpoint_without_devices_is_shown_as_such() {
     ] {
         assert!(shown.contains(part), "{part:?} is missing in\n{shown}");
     }
+}
+
+#[test]
+fn inspect_shows_where_a_checkpoint_comes_from() {
+    let node = Node::new();
+    let mut manifest = node.manifest();
+    manifest.origin = Some(Origin {
+        container: "train".to_owned(),
+        image: "registry/train:1".to_owned(),
+        host: "gpu-7".to_owned(),
+        command: "python3 train.py".to_owned(),
+        made: 1_769_904_000,
+        gpu_memory: 1 << 20,
+    });
+    manifest.write(&node.path("image")).expect("a manifest");
+    let shown = text(&node.firn(&["inspect", "image"]));
+    for line in [
+        "container  train on gpu-7, 2026-02-01T00:00:00Z",
+        "image      registry/train:1",
+        "command    python3 train.py",
+        "size       2.0 MiB: 1.0 MiB GPU memory, 1.0 MiB memory, 70 B process state",
+    ] {
+        assert!(
+            shown.lines().any(|shown| shown == line),
+            "{line:?} is missing in\n{shown}"
+        );
+    }
+    let shown = value(&node.firn(&["inspect", "image", "--json"]));
+    assert_eq!(
+        (&shown["image"], &shown["sizes"]["gpu"]),
+        (&json!("registry/train:1"), &json!(1 << 20))
+    );
+}
+
+/// Packs `image` as tar of this system does, with these options.
+fn pack(node: &Node, file: &str, options: &[&str]) {
+    let mut tar = Command::new("tar");
+    tar.arg("--create")
+        .arg("--file")
+        .arg(node.path(file))
+        .args(options);
+    let packed = tar.current_dir(node.dir.path()).output().expect("tar");
+    assert!(packed.status.success(), "{packed:?}");
+}
+
+#[test]
+fn inspect_reads_tar_files_without_their_memory() {
+    let node = Node::new();
+    pack(&node, "plain.tar", &["-C", "image", "."]);
+    std::fs::create_dir(node.path("archive")).expect("a directory");
+    std::fs::rename(node.path("image"), node.path("archive/checkpoint")).expect("renamed");
+    node.write(
+        "archive/spec.dump",
+        &std::fs::read_to_string(node.path("config.json")).expect("a spec"),
+    );
+    node.write("archive/rootfs-diff.tar", &"x".repeat(5000));
+    pack(&node, "kubelet.tar", &["-C", "archive", "."]);
+    for file in ["plain.tar", "kubelet.tar"] {
+        let output = node.firn(&["inspect", file, "--json"]);
+        let shown = value(&output);
+        assert_eq!(
+            (output.status.code(), &shown["unread"]),
+            (Some(0), &json!(2 << 20)),
+            "{file} {shown}"
+        );
+        assert_eq!(shown["manifest"]["gpus"][0]["uuid"], json!(uuid(0)));
+    }
+    let shown = value(&node.firn(&["inspect", "kubelet.tar", "--json"]));
+    assert_eq!(shown["sizes"]["files"], json!(5000));
+    // It has the spec of its container.
+    assert_eq!(
+        value(&node.firn(&["plan", "kubelet.tar", "--json"]))["accepted"],
+        json!(true)
+    );
+    assert_eq!(
+        value(&node.firn(&["audit", "kubelet.tar", "--json"]))["verdict"],
+        "can"
+    );
+    let without = node.firn(&["plan", "plain.tar"]);
+    assert!(text(&without).contains("FIRN-NO-SPEC"), "{without:?}");
+    assert_eq!(
+        node.firn(&["plan", "plain.tar", "--spec", "config.json"])
+            .status
+            .code(),
+        Some(0)
+    );
+}
+
+#[test]
+fn hostile_tar_files_are_refused_and_leave_nothing() {
+    let node = Node::new();
+    let temporary = node.path("tmp");
+    std::fs::create_dir(&temporary).expect("a directory");
+    let inspect = |file: &str| {
+        let output = node
+            .command(&["inspect", file])
+            .env("TMPDIR", &temporary)
+            .output();
+        let output = output.expect("firn starts");
+        assert_eq!(
+            std::fs::read_dir(&temporary).expect("a directory").count(),
+            0,
+            "{file}"
+        );
+        assert_eq!(output.status.code(), Some(1), "{file}: {output:?}");
+        crate::node::all_output(&output)
+    };
+    // Memory of another size, which is not read.
+    node.write("image/pages-1.img", &"x".repeat(3 << 20));
+    pack(&node, "other.tar", &["-C", "image", "."]);
+    assert!(inspect("other.tar").contains("FIRN-IMAGE-TRUNCATED"));
+    // Memory that the manifest does not have.
+    node.write("image/pages-1.img", &"x".repeat(2 << 20));
+    node.write("image/pages-2.img", &"x".repeat(2 << 20));
+    pack(&node, "added.tar", &["-C", "image", "."]);
+    assert!(inspect("added.tar").contains("does not belong to the checkpoint"));
+    std::fs::remove_file(node.path("image/pages-2.img")).expect("removed");
+    // Names that lead elsewhere, and links.
+    pack(
+        &node,
+        "climbs.tar",
+        &["-C", "image", "--transform", "s,inventory,../inventory,", "."],
+    );
+    std::os::unix::fs::symlink("/etc/shadow", node.path("image/mm-1.img")).expect("a link");
+    pack(&node, "link.tar", &["-C", "image", "."]);
+    for file in ["climbs.tar", "link.tar"] {
+        assert!(inspect(file).contains("no plain file of a checkpoint"), "{file}");
+    }
+    // What ends early, and what is no archive.
+    let whole = std::fs::read(node.path("link.tar")).expect("read");
+    std::fs::write(node.path("cut.tar"), &whole[..whole.len() / 2]).expect("written");
+    std::fs::write(node.path("noise.tar"), vec![0xa5; 10_000]).expect("written");
+    std::fs::write(node.path("empty.tar"), vec![0; 1024]).expect("written");
+    for file in ["cut.tar", "noise.tar", "empty.tar"] {
+        assert!(inspect(file).contains("FIRN-NO-CHECKPOINT"), "{file}");
+    }
+}
+
+#[test]
+fn inspect_shows_the_tree_of_the_processes() {
+    let node = Node::new();
+    let message = |fields: &[(u8, u8)]| {
+        let bytes: Vec<u8> = fields
+            .iter()
+            .flat_map(|(field, number)| [field << 3, *number])
+            .collect();
+        let length = u32::try_from(bytes.len()).expect("short").to_le_bytes();
+        [&length[..], &bytes].concat()
+    };
+    let file = |name: &str, magic: u32, messages: Vec<Vec<u8>>| {
+        let head = [0x5456_4319_u32.to_le_bytes(), magic.to_le_bytes()].concat();
+        let bytes = [head, messages.concat()].concat();
+        std::fs::write(node.path(&format!("image/{name}")), bytes).expect("written");
+    };
+    file(
+        "pstree.img",
+        0x5027_3030,
+        vec![
+            message(&[(1, 1), (2, 0), (5, 1)]),
+            message(&[(1, 7), (2, 1), (5, 7), (5, 8)]),
+        ],
+    );
+    for (pid, comm) in [(1, "sh"), (7, "train\x1b")] {
+        let task = [
+            &[8, 1, 0x32][..],
+            &[u8::try_from(comm.len()).expect("short")],
+            comm.as_bytes(),
+        ]
+        .concat();
+        let core = [&[0x1a, u8::try_from(task.len()).expect("short")][..], &task].concat();
+        let length = u32::try_from(core.len()).expect("short").to_le_bytes();
+        file(
+            &format!("core-{pid}.img"),
+            0x5505_3847,
+            vec![[&length[..], &core].concat()],
+        );
+    }
+    node.manifest().write(&node.path("image")).expect("a manifest");
+    let shown = text(&node.firn(&["inspect", "image", "--processes"]));
+    assert!(
+        shown.ends_with("tree\n           1 sh\n             7 train?, 2 threads, GPU state\n"),
+        "{shown}"
+    );
+    let shown = value(&node.firn(&["inspect", "image", "--processes", "--json"]));
+    assert_eq!(shown["processes"][1]["parent"], json!(1));
+    // What is no such file is an error, and not an empty tree.
+    node.write("image/pstree.img", "x");
+    node.manifest().write(&node.path("image")).expect("a manifest");
+    let output = node.firn(&["inspect", "image", "--processes"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output).starts_with("verdict    FIRN-IMAGE-CORRUPT"),
+        "{}",
+        text(&output)
+    );
 }

@@ -4,10 +4,11 @@ mod audit;
 mod cdi;
 mod doctor;
 mod documents;
+mod images;
 mod inspect;
 mod node;
 mod plan;
-mod status;
+mod ps;
 mod store;
 
 use node::{Node, text};
@@ -15,9 +16,21 @@ use node::{Node, text};
 #[test]
 fn wrong_usage_and_help() {
     let node = Node::new();
-    assert_eq!(node.firn(&["plan", "image"]).status.code(), Some(2));
+    assert_eq!(node.firn(&["plan"]).status.code(), Some(2));
+    assert_eq!(node.firn(&["images", "prune"]).status.code(), Some(2));
     assert_eq!(node.firn(&["thaw"]).status.code(), Some(2));
-    for command in ["inspect", "plan", "doctor", "restore", "store gc", "store verify"] {
+    for command in [
+        "inspect",
+        "plan",
+        "doctor",
+        "restore",
+        "ps",
+        "status",
+        "images ls",
+        "images prune",
+        "store gc",
+        "store verify",
+    ] {
         let words: Vec<&str> = command.split(' ').chain(["--help"]).collect();
         let output = node.firn(&words);
         assert!(
@@ -47,7 +60,7 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
     manifest.versions.criu = "x\u{202e}y".to_owned();
     manifest.gpus[0].name = "x\u{202e}y".to_owned();
     manifest.write(&node.path("image")).expect("a manifest");
-    let shown = harmless(&node.firn(&["inspect", "image"]));
+    let shown = harmless(&node.firn(&["inspect", "image", "-v"]));
     assert_eq!(shown.matches(r"x\u{202e}y").count(), 2, "{shown}");
     let output = node.firn(&["inspect", "image", "--json"]);
     harmless(&output);

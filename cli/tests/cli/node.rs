@@ -138,6 +138,7 @@ impl Node {
             gpus: vec![SourceGpu::from(&source.gpus[0])],
             inherited_gpus: Vec::new(),
             released_gpus: None,
+            origin: None,
             bulk: None,
             hooks: Default::default(),
             processes: vec![CheckpointedProcess {

@@ -37,7 +37,7 @@ fn plan_names_why_a_restore_would_be_refused() {
     ]);
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        text(&output).starts_with("FIRN-DRIVER-VERSION: "),
+        text(&output).starts_with("verdict FIRN-DRIVER-VERSION: "),
         "{}",
         text(&output)
     );

@@ -18,6 +18,7 @@ mod made;
 pub mod memory;
 mod mounts;
 mod namespaces;
+mod processes;
 mod stopped;
 mod tasks;
 mod unix_sockets;
@@ -33,6 +34,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::connections::{Connections, Continued, close_connections};
 pub use self::made::{check as check_made, loosened};
+pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
 pub use self::unix_sockets::close_unix_sockets;
 use self::wire::{Message, WireError};

@@ -5,15 +5,15 @@ use super::{Host, Image, ImageFault, missing};
 use firn_oci::Spec;
 use firn_oci::spec::capability;
 
-const PSTREE_MAGIC: u32 = 0x5027_3030;
+pub(super) const PSTREE_MAGIC: u32 = 0x5027_3030;
 pub(super) const CORE_MAGIC: u32 = 0x5505_3847;
 const SECCOMP_MAGIC: u32 = 0x6441_3049;
 
 /// States of a task as CRIU numbers them.
 const ALIVE: u32 = 1;
-const DEAD: u32 = 2;
+pub(super) const DEAD: u32 = 2;
 pub(super) const STOPPED: u32 = 3;
-const ZOMBIE: u32 = 6;
+pub(super) const ZOMBIE: u32 = 6;
 
 /// Seccomp with a filter, as the kernel numbers it.
 const FILTER: u32 = 2;

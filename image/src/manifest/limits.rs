@@ -7,7 +7,7 @@ use std::path::{Component, Path};
 use firn_gpu::{Backend, GpuUuid, Link};
 use firn_oci::job_hook::{JobHook, MAX_VALUE};
 
-use super::{CheckpointedProcess, ImageFile, InheritedGpus, Manifest, RequiredMount, SourceGpu};
+use super::{CheckpointedProcess, ImageFile, InheritedGpus, Manifest, Origin, RequiredMount, SourceGpu};
 
 /// Longest id of a checkpoint.
 const MAX_ID: usize = 64;
@@ -18,7 +18,7 @@ const MAX_OPEN: usize = 65_536;
 const MAX_MOUNTS: usize = 4096;
 const MAX_IMAGES: usize = 32_768;
 /// Longest text that is a name or a version.
-const MAX_TEXT: usize = 256;
+pub(super) const MAX_TEXT: usize = 256;
 /// Longest path (PATH_MAX of Linux).
 const MAX_PATH: usize = 4096;
 
@@ -38,6 +38,7 @@ impl Manifest {
         let mut versions = [&versions.firn, &versions.criu, &versions.runc, &versions.kernel].into_iter();
         let checks = [
             ("checkpoint", is_id(&self.checkpoint)),
+            ("origin", self.origin.as_ref().is_none_or(Origin::is_good)),
             ("hooks", self.hooks.iter().all(is_hook)),
             ("backend", self.has_good_backend()),
             ("driver", text(driver)),
@@ -124,7 +125,7 @@ fn is_id(id: &str) -> bool {
 }
 
 /// Short and free of control characters: it is shown on terminals and in logs.
-fn text(text: &str) -> bool {
+pub(super) fn text(text: &str) -> bool {
     text.len() <= MAX_TEXT && !text.contains(char::is_control)
 }
 

@@ -59,6 +59,10 @@ pub(super) struct Source {
     /// Mount points of the container's own tmpfs.
     tmpfs: Vec<PathBuf>,
     versions: Versions,
+    /// Name of the image that the container began with, if its spec has it.
+    image: String,
+    /// Arguments of its first process.
+    command: String,
 }
 
 /// A container under checkpoint, and what the checkpoint uses.

@@ -391,7 +391,22 @@ fn suspended_hint(error: &EffectError, image: &Option<PathBuf>, container: &str)
     }
 }
 
+impl EffectError {
+    /// In one line, for the journal.
+    pub(super) fn line(&self) -> String {
+        format!("{}: {}", self.code(), Chain(self))
+    }
+}
+
 impl CheckpointError {
+    /// Why the container is suspended.
+    pub(super) fn suspended_by(&self) -> Option<String> {
+        match self {
+            Self::Suspended { suspended, .. } => Some(suspended.line()),
+            _ => None,
+        }
+    }
+
     /// A refusal: nothing was begun.
     pub(super) fn refused(container: &Container, cause: impl Into<EffectError>) -> Self {
         let (container, cause) = (container.id.clone(), cause.into());

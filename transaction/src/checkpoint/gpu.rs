@@ -64,7 +64,7 @@ pub(super) async fn run(
     let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
     effects.gpu.end().await;
     journal::point("checkpoint-worker-gone").await;
-    journal.end(end.outcome()).await;
+    journal.end_for(end.outcome(), end.reason()).await;
     journal::point("checkpoint-ended").await;
     let ok = end.result.is_ok() && end.ended.is_ok() && end.resumed.is_ok();
     effects.timings.end(&container.bundle, ok);
@@ -177,6 +177,12 @@ impl End {
             Err(failure) if failure.suspended.is_some() => Outcome::Suspended,
             Err(_) => Outcome::Failed,
         }
+    }
+
+    /// Why the container is suspended, for the journal.
+    fn reason(&self) -> Option<String> {
+        let suspended = self.result.as_ref().err()?.suspended.as_ref()?;
+        Some(suspended.line())
     }
 
     /// For the client.

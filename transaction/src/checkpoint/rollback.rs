@@ -109,7 +109,7 @@ async fn keep_suspended(container: &Container) -> CheckpointError {
     };
     let image = Recovery::of(&container.bundle).as_ref().and_then(image_of);
     if let Some(journal) = Journal::resume(&container.bundle).await.or_log() {
-        journal.end(outcome).await;
+        journal.end_for(outcome, Some(EffectError::Panicked.line())).await;
     }
     let failure = Failure {
         phase: Phase::Rollback,
@@ -219,6 +219,8 @@ async fn rollback_gpu(
         Ok(()) => Outcome::Failed,
         Err(_) => Outcome::Suspended,
     };
-    journal.end(outcome).await;
+    journal
+        .end_for(outcome, rolled_back.as_ref().err().map(EffectError::line))
+        .await;
     rolled_back
 }

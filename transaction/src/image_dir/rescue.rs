@@ -160,6 +160,7 @@ pub mod tests {
             processes: Vec::new(),
             inherited_gpus: Vec::new(),
             released_gpus: None,
+            origin: None,
             bulk: None,
             hooks: Default::default(),
             mounts: Vec::new(),

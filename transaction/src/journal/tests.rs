@@ -134,10 +134,12 @@ async fn a_new_transaction_replaces_the_last_journal() {
     let bundle = tempfile::tempdir().unwrap();
     let suspended = Journal::begin(bundle.path(), begin()).await.unwrap();
     suspended.enter(Phase::GpuCheckpoint).await.unwrap();
-    suspended.end(Outcome::Suspended).await;
+    let reason = Some("FIRN-GPU-OCCUPIED: another process has the memory".to_owned());
+    suspended.end_for(Outcome::Suspended, reason.clone()).await;
+    let record = Record::read(bundle.path()).unwrap().unwrap();
     assert_eq!(
-        Record::read(bundle.path()).unwrap().unwrap().outcome,
-        Some(Outcome::Suspended)
+        (record.outcome, record.reason),
+        (Some(Outcome::Suspended), reason)
     );
     Journal::begin(bundle.path(), begin()).await.unwrap();
     let record = Record::read(bundle.path()).unwrap().unwrap();

@@ -67,6 +67,7 @@ fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
         memory: std::collections::BTreeMap::new(),
         children,
         outcome: None,
+        reason: None,
         same_boot: true,
     }
 }

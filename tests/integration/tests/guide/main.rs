@@ -160,7 +160,7 @@ const PAGES: &[Story] = &[
         steps: &[
             Do(operated),
             A(1),
-            Left(2, "needs a copy that lasts"),
+            Left(2, "needs a checkpoint that lasts; the suite listing watches one"),
             Left(3, "needs journald"),
             Do(paused),
             A(4),

@@ -14,12 +14,13 @@ const SOON: Duration = Duration::from_secs(30);
 
 const JOBS: [&str; 2] = ["one", "two"];
 
-/// Whether firn status shows that both are copied.
+/// Whether firn ps shows that both are copied.
 fn are_copied(host: &GpuHost) -> Result<bool> {
-    let status: Value = serde_json::from_str(&host.node().run(&["firn", "status", "--json"])?.stdout)?;
-    let all = status["transactions"].as_array().context("no list")?;
+    let shown: Value = serde_json::from_str(&host.node().run(&["firn", "ps", "--json"])?.stdout)?;
+    let all = shown["containers"].as_array().context("no list")?;
     let copied = all
         .iter()
+        .map(|one| &one["transaction"])
         .filter(|one| one["phase"] == "copy-memory" && one["of"].as_u64() > Some(0));
     Ok(copied.count() == JOBS.len())
 }

@@ -64,6 +64,11 @@ impl ContainerEffects<'_> {
             mounts: mounts::required(&spec)?,
             tmpfs: spec.own_tmpfs()?,
             versions,
+            image: spec
+                .annotation(names::ANNOTATION_CRI_IMAGE)
+                .unwrap_or_default()
+                .to_owned(),
+            command: spec.args().collect::<Vec<_>>().join(" "),
         })
     }
 

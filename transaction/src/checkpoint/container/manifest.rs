@@ -1,8 +1,8 @@
 //! Writes the manifest of a complete image.
 
 use firn_gpu::{CudaProcess, CudaState};
-use firn_host::Chain;
-use firn_image::manifest::{self, Manifest};
+use firn_host::{Chain, clock};
+use firn_image::manifest::{self, Manifest, Origin};
 use firn_oci::mounts::RequiredMount;
 use firn_preflight::Inherited;
 
@@ -10,6 +10,7 @@ use super::ContainerEffects;
 use super::copying::Copied;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
+use crate::parked::Parked;
 use crate::{look, procfs};
 
 impl ContainerEffects<'_> {
@@ -56,6 +57,22 @@ impl ContainerEffects<'_> {
         }
     }
 
+    /// Where the checkpoint comes from, for people.
+    fn origin(&self) -> Origin {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let parked = self.progress.parked.as_ref().map(Parked::bytes);
+        let bytes = || self.needs.values().copied().fold(0, u64::saturating_add);
+        let source = self.source();
+        Origin {
+            container: self.container.id.clone(),
+            image: source.image.clone(),
+            host: host.trim_end().to_owned(),
+            command: source.command.clone(),
+            made: clock::now() / 1000,
+            gpu_memory: parked.unwrap_or_else(bytes),
+        }
+    }
+
     pub(super) async fn write_manifest(
         &self,
         processes: Vec<manifest::CheckpointedProcess>,
@@ -74,9 +91,11 @@ impl ContainerEffects<'_> {
         let backend = self.container.traits.backend;
         let is_device_free = source.assertions.device_free;
         let (checkpoint, inherited_gpus) = (self.checkpoint.clone(), self.inherited_inside());
+        let origin = self.origin().cleaned();
         let write = move || {
             let mut manifest = Manifest {
                 checkpoint,
+                origin: Some(origin),
                 hooks: source.hooks,
                 backend,
                 dump: source.dump,

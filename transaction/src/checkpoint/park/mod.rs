@@ -271,7 +271,11 @@ impl<'c> Ground<'c> {
             Err(ParkError::Ended { .. }) => Outcome::Ended,
             Err(_) => Outcome::Failed,
         };
-        self.journal.clone().end(outcome).await;
+        let reason = match &result {
+            Err(ParkError::ByJournal(error)) => error.suspended_by(),
+            _ => None,
+        };
+        self.journal.clone().end_for(outcome, reason).await;
         effects.timings.end(&self.container.bundle, result.is_ok());
         result
     }

@@ -17,21 +17,61 @@ pub struct Place {
     pub length: u64,
 }
 
+/// An entry of an archive.
+#[derive(Debug)]
+pub struct Entry {
+    /// Without a `./` before it.
+    pub name: String,
+    pub is_file: bool,
+    pub place: Place,
+}
+
 /// The regular file of this name directly in an archive of `size` bytes. `read` returns that many bytes from
 /// that offset, or fewer at the end.
 pub async fn find<E>(
     name: &str,
     size: u64,
-    mut read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,
+    read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,
 ) -> Result<Option<Place>, E> {
+    let mut found = None;
+    each(size, read, |entry| {
+        if entry.is_file && entry.name == name {
+            found = Some(entry.place);
+        }
+        found.is_none()
+    })
+    .await?;
+    Ok(found)
+}
+
+/// All entries. None if the archive ends early, or is none.
+pub async fn list<E>(
+    size: u64,
+    read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,
+) -> Result<Option<Vec<Entry>>, E> {
+    let mut all = Vec::new();
+    let is_whole = each(size, read, |entry| {
+        all.push(entry);
+        true
+    })
+    .await?;
+    Ok(is_whole.then_some(all))
+}
+
+/// Calls `visit` with each entry as long as it returns true. Returns whether the archive goes on to its end.
+async fn each<E>(
+    size: u64,
+    mut read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,
+    mut visit: impl FnMut(Entry) -> bool,
+) -> Result<bool, E> {
     let (mut at, mut long_size) = (0, None);
     for _ in 0..MOST {
         if at + BLOCK > size {
-            break;
+            return Ok(false);
         }
         let bytes = read(at, BLOCK).await?;
         let Some(header) = Header::of(&bytes) else {
-            break;
+            return Ok(at > 0 && bytes.iter().all(|byte| *byte == 0));
         };
         let length = match header.kind {
             b'x' | b'g' => header.length,
@@ -41,19 +81,22 @@ pub async fn find<E>(
         if header.kind == b'x' && length <= MAX_EXTENDED {
             long_size = extended_size(&read(from, length).await?);
         }
-        let is_file = matches!(header.kind, b'0' | 0);
-        if is_file && header.name.strip_prefix("./").unwrap_or(&header.name) == name {
-            return Ok(Some(Place { from, length }));
-        }
-        match length
+        let next = length
             .checked_next_multiple_of(BLOCK)
-            .and_then(|length| from.checked_add(length))
-        {
-            Some(next) => at = next,
-            None => break,
+            .and_then(|length| from.checked_add(length));
+        let Some(next) = next.filter(|next| *next <= size) else {
+            return Ok(false);
+        };
+        let is_file = matches!(header.kind, b'0' | 0);
+        let is_listed = !matches!(header.kind, b'x' | b'g');
+        let name = header.name.strip_prefix("./").unwrap_or(&header.name).to_owned();
+        let place = Place { from, length };
+        if is_listed && !visit(Entry { name, is_file, place }) {
+            return Ok(true);
         }
+        at = next;
     }
-    Ok(None)
+    Ok(false)
 }
 
 struct Header {
@@ -174,6 +217,14 @@ mod tests {
         endless[124..136].copy_from_slice(b"\x80\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff");
         for bad in [&[][..], &[0; 511], &[0xff; 2048], &archive[..700], &endless] {
             assert_eq!(find_in(bad, "firn.json").0, None);
+            let read = async |from: u64, size: u64| {
+                let from = usize::try_from(from).unwrap().min(bad.len());
+                let to = from.saturating_add(usize::try_from(size).unwrap()).min(bad.len());
+                Ok::<_, Infallible>(bad[from..to].to_vec())
+            };
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let Ok(listed) = runtime.block_on(list(bad.len() as u64, read));
+            assert!(listed.is_none());
         }
     }
 }

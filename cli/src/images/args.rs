@@ -1,0 +1,71 @@
+//! The command line of `firn images`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Subcommand;
+
+use crate::containerd::Socket;
+use crate::store::args::duration;
+
+/// List the checkpoints on this node, show what takes room, and remove them.
+#[derive(Debug, Subcommand)]
+pub enum ImagesCommand {
+    Ls(ListArgs),
+    Du(ListArgs),
+    Prune(PruneArgs),
+}
+
+/// Where checkpoints are looked for.
+#[derive(Debug, clap::Args)]
+pub struct Common {
+    /// The machine has no containerd.
+    #[arg(long, conflicts_with = "address")]
+    pub no_containerd: bool,
+    #[command(flatten)]
+    pub socket: Socket,
+    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    pub state: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show the checkpoints of this node, or what takes room in them.
+///
+/// Looks at the images of containerd in all namespaces, at the directory from which pods may be restored
+/// (`[restore] from-dir`), at the names in the store, and at images that failed checkpoints and containerd
+/// have left. `du` also shows how much several of them share.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  firn images ls\n  firn images du --json\n\n\
+                  Exit status: 0 done, 1 a place could not be read, 2 wrong usage.")]
+pub struct ListArgs {
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Remove checkpoints, by their names in `firn images ls` or by their age.
+///
+/// Removes nothing that is not named or old enough, that is in use, or that is no checkpoint. If a named one
+/// cannot be removed, nothing is. Memory in a store goes with the next `firn store gc`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  firn images prune checkpoint/job --dry-run\n  \
+                  firn images prune --older-than 7d\n\n\
+                  Exit status: 0 done, 1 nothing was removed, or not all, 2 wrong usage.")]
+pub struct PruneArgs {
+    /// Names of checkpoints.
+    #[arg(value_name = "NAME", required_unless_present = "older_than")]
+    pub names: Vec<String>,
+    /// All that are older, or of the named ones those: a whole number and s, m, h or d.
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub older_than: Option<Duration>,
+    /// Only those of this namespace, of containerd or of Kubernetes.
+    #[arg(long, short)]
+    pub namespace: Option<String>,
+    /// Show what would be removed, and remove nothing.
+    #[arg(long)]
+    pub dry_run: bool,
+    #[command(flatten)]
+    pub common: Common,
+}

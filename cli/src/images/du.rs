@@ -1,0 +1,147 @@
+//! `firn images du`: what takes room, and what several checkpoints share.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use anyhow::Result;
+use firn_config::{Config, Keys};
+use firn_host::ProblemReport;
+use firn_image::store::{Digest, Packing, Store};
+use serde_json::{Value, json};
+
+use super::args::ListArgs;
+use super::find::{self, Checkpoint};
+use crate::image::Sizes;
+use crate::output::{self, line, note};
+use crate::store::usage::Contents;
+use crate::text;
+
+/// A checkpoint's share.
+struct Share<'a> {
+    checkpoint: &'a Checkpoint,
+    /// Bytes that others have as well: of blobs in containerd, and of memory in the store.
+    shared: u64,
+}
+
+/// True: every place could be read.
+pub fn run(args: &ListArgs) -> Result<bool> {
+    let (found, is_whole) = find::find(&args.common)?;
+    let extents = match in_store() {
+        Ok(extents) => extents,
+        Err(error) => {
+            note!("firn: what the store shares is not shown: {error:#}");
+            HashMap::new()
+        }
+    };
+    let mut users: BTreeMap<&str, u32> = BTreeMap::new();
+    for checkpoint in &found {
+        let blobs: HashSet<&str> = checkpoint.blobs.iter().map(|blob| &*blob.digest).collect();
+        for digest in blobs {
+            *users.entry(digest).or_default() += 1;
+        }
+    }
+    let share = |checkpoint| share(checkpoint, &users, &extents);
+    let all: Vec<Share<'_>> = found.iter().map(share).collect();
+    let total = found
+        .iter()
+        .fold(Sizes::default(), |sum, one| sum.plus(&one.sizes));
+    let shared = once(&found, &users);
+    match args.common.json {
+        true => output::json(&json!({
+            "checkpoints": all.iter().map(Share::as_json).collect::<Value>(),
+            "sizes": total, "bytes": total.all(), "counted_twice": shared,
+        }))?,
+        false => print(&all, &total, shared),
+    }
+    Ok(is_whole)
+}
+
+/// For each index in the store, the bytes that other checkpoints have as well.
+fn in_store() -> Result<HashMap<Digest, u64>> {
+    let images = Config::load(Keys::STORE).map_err(ProblemReport::from)?.images;
+    let Some(store) = images.store.filter(|store| store.is_dir()) else {
+        return Ok(HashMap::new());
+    };
+    let packing = Packing::with_key(images.store_key.as_deref()).map_err(ProblemReport::from)?;
+    let store = Store::open(&store, &packing).map_err(ProblemReport::from)?;
+    let contents = Contents::read(&store)?.images.into_iter();
+    Ok(contents.map(|image| (image.id, image.shared)).collect())
+}
+
+fn share<'a>(
+    checkpoint: &'a Checkpoint,
+    users: &BTreeMap<&str, u32>,
+    extents: &HashMap<Digest, u64>,
+) -> Share<'a> {
+    let blobs = checkpoint.blobs.iter().filter(|blob| users[&*blob.digest] > 1);
+    let blobs: u64 = blobs.map(|blob| blob.size).sum();
+    let bulk = checkpoint
+        .manifest
+        .as_ref()
+        .and_then(|manifest| manifest.bulk.as_ref());
+    let stored = bulk.and_then(|bulk| extents.get(&bulk.index)).copied();
+    Share {
+        checkpoint,
+        shared: blobs + stored.unwrap_or(0),
+    }
+}
+
+/// Bytes of blobs that are counted for more than one checkpoint.
+fn once(found: &[Checkpoint], users: &BTreeMap<&str, u32>) -> u64 {
+    let sizes: BTreeMap<&str, u64> = found
+        .iter()
+        .flat_map(|checkpoint| &checkpoint.blobs)
+        .map(|blob| (&*blob.digest, blob.size))
+        .collect();
+    let twice = sizes
+        .iter()
+        .map(|(digest, size)| size * u64::from(users[digest] - 1));
+    twice.sum()
+}
+
+impl Share<'_> {
+    fn as_json(&self) -> Value {
+        json!({
+            "name": self.checkpoint.name, "namespace": self.checkpoint.namespace,
+            "kind": self.checkpoint.kind, "sizes": self.checkpoint.sizes,
+            "bytes": self.checkpoint.sizes.all(), "shared": self.shared,
+        })
+    }
+}
+
+fn print(all: &[Share<'_>], total: &Sizes, twice: u64) {
+    if all.is_empty() {
+        line!("no checkpoints");
+        return;
+    }
+    let row = |name: &str, sizes: &Sizes, shared: u64| {
+        let [gpu, memory, stored, state, files] = sizes.named().map(|(_, bytes)| text::bytes(bytes));
+        let all = text::bytes(sizes.all());
+        [
+            name.to_owned(),
+            gpu,
+            memory,
+            stored,
+            state,
+            files,
+            all,
+            text::bytes(shared),
+        ]
+    };
+    let rows = all
+        .iter()
+        .map(|one| row(&one.checkpoint.name, &one.checkpoint.sizes, one.shared));
+    let sum = row(&format!("{} checkpoints", all.len()), total, twice);
+    output::table(
+        [
+            "NAME",
+            "GPU MEMORY",
+            "MEMORY",
+            "STORED",
+            "STATE",
+            "FILES",
+            "ALL",
+            "SHARED",
+        ],
+        rows.chain([sum]),
+    );
+}

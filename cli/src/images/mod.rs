@@ -1,0 +1,44 @@
+//! `firn images`: the checkpoints on this node.
+
+pub mod args;
+mod du;
+mod find;
+mod prune;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::output::{self, line};
+use args::{ImagesCommand, ListArgs};
+use find::Checkpoint;
+
+/// True: done.
+pub fn run(command: &ImagesCommand) -> Result<bool> {
+    match command {
+        ImagesCommand::Ls(args) => ls(args),
+        ImagesCommand::Du(args) => du::run(args),
+        ImagesCommand::Prune(args) => prune::run(args),
+    }
+}
+
+/// True: every place could be read.
+fn ls(args: &ListArgs) -> Result<bool> {
+    let (found, is_whole) = find::find(&args.common)?;
+    if args.common.json {
+        let all: Value = found.iter().map(Checkpoint::as_json).collect();
+        output::json(&json!({ "checkpoints": all }))?;
+        return Ok(is_whole);
+    }
+    if found.is_empty() {
+        line!("no checkpoints");
+        return Ok(is_whole);
+    }
+    const HEAD: [&str; 7] = ["NAME", "NAMESPACE", "KIND", "CONTAINER", "MADE", "SIZE", "GPUS"];
+    output::table(HEAD, found.iter().map(find::row));
+    for checkpoint in &found {
+        if let Some(failure) = &checkpoint.failure {
+            line!("{}: {failure}", checkpoint.name);
+        }
+    }
+    Ok(is_whole)
+}

@@ -1,0 +1,231 @@
+//! `firn ps` and `firn status`: the containers under firn, and what is in progress.
+
+pub mod args;
+mod container;
+mod gpus;
+mod transaction;
+
+use std::io::IsTerminal;
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use serde_json::json;
+
+use crate::output::{self, line, note};
+use crate::text;
+use crate::view::args::SubjectArgs;
+use args::{PsArgs, StatusArgs, Where};
+use container::Container;
+use gpus::Gpus;
+use transaction::{State, Transaction};
+
+/// How often --watch looks.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Moves a terminal's cursor to the top and clears what is below.
+const CLEAR: &str = "\x1b[H\x1b[J";
+
+/// True: done.
+pub fn run(args: &PsArgs) -> Result<bool> {
+    let mut gpus = Gpus::default();
+    loop {
+        let mut containers = container::find(&args.at, None)?;
+        gpus.show(&mut containers);
+        let all: Vec<_> = containers.iter().map(Container::as_json).collect();
+        let found = json!({ "containers": all });
+        match (args.json, args.watch) {
+            (true, true) => line!("{found}"),
+            (true, false) => output::json(&found)?,
+            (false, watch) => {
+                if watch && std::io::stdout().is_terminal() {
+                    output::raw(CLEAR);
+                }
+                print(&containers, &gpus);
+            }
+        }
+        if !args.watch || output::is_closed() {
+            return Ok(true);
+        }
+        sleep(EVERY);
+    }
+}
+
+fn print(containers: &[Container], gpus: &Gpus) {
+    if containers.is_empty() {
+        line!("no container runs under firn");
+        return;
+    }
+    // Of what is in progress only where something is.
+    match containers.iter().any(|container| container.transaction.is_some()) {
+        true => output::table(
+            [
+                "CONTAINER",
+                "NAMESPACE",
+                "STATE",
+                "GPUS",
+                "GPU MEMORY",
+                "PHASE",
+                "SINCE",
+                "ELAPSED",
+                "COPIED",
+                "RATE",
+                "LEFT",
+            ],
+            containers.iter().map(long_row),
+        ),
+        false => output::table(
+            ["CONTAINER", "NAMESPACE", "STATE", "GPUS", "GPU MEMORY"],
+            containers.iter().map(row),
+        ),
+    }
+    for container in containers {
+        let (id, state) = (&container.id, container.state());
+        if let Some(reason) = container.reason() {
+            line!("{id} is {state}: {reason}");
+        }
+        if let Some(resume) = container.resume() {
+            line!("{id} is {state}; to resume it: {resume}");
+        }
+    }
+    if let Some(failure) = &gpus.failure {
+        note!("firn: the driver's part is missing: {failure}");
+    }
+}
+
+const NONE: &str = "-";
+
+fn or_none(text: Option<String>) -> String {
+    text.unwrap_or_else(|| NONE.to_owned())
+}
+
+fn row(container: &Container) -> [String; 5] {
+    let indexes = container.gpus.iter().map(|gpu| gpu.index.to_string());
+    let indexes = indexes.collect::<Vec<_>>().join(",");
+    let gpus = match (indexes.is_empty(), container.has_gpus()) {
+        (true, true) => "?".to_owned(),
+        (true, false) => NONE.to_owned(),
+        _ => indexes,
+    };
+    [
+        container.id.clone(),
+        container.namespace.clone(),
+        container.state().to_owned(),
+        gpus,
+        or_none(container.gpu_memory().map(text::bytes)),
+    ]
+}
+
+fn long_row(container: &Container) -> [String; 11] {
+    let [id, namespace, state, gpus, memory] = row(container);
+    let transaction = container.transaction.as_ref();
+    let of = |get: &dyn Fn(&Transaction) -> Option<String>| or_none(transaction.and_then(get));
+    [
+        id,
+        namespace,
+        state,
+        gpus,
+        memory,
+        of(&|it| Some(it.phase().to_owned())),
+        of(&|it| Some(seconds(it.in_phase()))),
+        of(&|it| Some(seconds(it.elapsed()))),
+        of(&copied),
+        of(&|it| it.rate().map(|rate| format!("{}/s", text::bytes(rate)))),
+        of(&|it| it.left().map(|left| format!("{} s", left.as_secs()))),
+    ]
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}
+
+fn copied(transaction: &Transaction) -> Option<String> {
+    let (done, all) = transaction.copied()?;
+    Some(format!("{} of {}", text::bytes(done), text::bytes(all)))
+}
+
+/// True: done.
+pub fn status(args: &StatusArgs) -> Result<bool> {
+    show(&args.id, &args.at, args.json)
+}
+
+/// Shows the container that a subject names, as `firn status` does. True: done.
+pub fn inspect(subject: &SubjectArgs, as_json: bool) -> Result<bool> {
+    let at = Where {
+        namespace: Some(subject.containerd.namespace.clone()),
+        state: subject.state.clone(),
+    };
+    show(&subject.subject, &at, as_json)
+}
+
+fn show(id: &str, at: &Where, as_json: bool) -> Result<bool> {
+    let mut found = container::find(at, Some(id))?;
+    if found.is_empty() {
+        let state = at.state.display();
+        bail!(
+            "no container {id} runs under firn here. hint: `firn ps` lists them; --namespace, or --state \
+             where containerd's is not {state}"
+        );
+    }
+    let mut gpus = Gpus::default();
+    gpus.show(&mut found);
+    if as_json {
+        let all: Vec<_> = found.iter().map(Container::as_json).collect();
+        output::json(&json!({ "containers": all }))?;
+        return Ok(true);
+    }
+    for container in &found {
+        detail(container);
+    }
+    if let Some(failure) = &gpus.failure {
+        note!("firn: the driver's part is missing: {failure}");
+    }
+    Ok(true)
+}
+
+/// Everything that is known of one, a line for each.
+fn detail(container: &Container) {
+    let pid = container
+        .pid()
+        .map_or(String::new(), |pid| format!(", pid {pid}"));
+    line!(
+        "container  {} in namespace {}{pid}",
+        container.id,
+        container.namespace
+    );
+    line!("state      {}", container.state());
+    if let Some(reason) = container.reason() {
+        line!("reason     {reason}");
+    }
+    if let Some(resume) = container.resume() {
+        line!("resume     {resume}");
+    }
+    for gpu in &container.gpus {
+        line!("gpu        {} {}", gpu.index, gpu.uuid);
+    }
+    if let Some(memory) = container.gpu_memory() {
+        line!("memory     {} of GPU memory", text::bytes(memory));
+    }
+    let Some(transaction) = &container.transaction else {
+        return;
+    };
+    line!(
+        "{:9}  {}, for {} of {}",
+        transaction.operation(),
+        transaction.phase(),
+        seconds(transaction.in_phase()),
+        seconds(transaction.elapsed())
+    );
+    if let Some(copied) = copied(transaction) {
+        let rate = transaction
+            .rate()
+            .map_or(String::new(), |rate| format!(", {}/s", text::bytes(rate)));
+        line!("copied     {copied}{rate}");
+    }
+    if let Some(left) = transaction.left() {
+        line!("left       {} s", left.as_secs());
+    }
+    if transaction.state() == State::Running {
+        line!("image      {}", transaction.record.begin.image.display());
+    }
+}

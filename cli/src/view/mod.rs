@@ -1,0 +1,259 @@
+//! A checkpoint that is looked at, whatever it is: an image directory, a tar file, or an image of containerd.
+//!
+//! Of an archive the small files are unpacked into a directory of firn's, which goes with the view. Memory
+//! stays where it is: its size is compared, and its content is compared by a restore.
+
+pub mod args;
+mod bytes;
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use firn_config::names;
+use firn_host::open_regular;
+use firn_oci::Spec;
+use prost::Message;
+
+use crate::archive::{Entry, Place as At};
+use crate::containerd::{Any, BUNDLES, Containerd, block_on};
+use crate::image::{self, Found, Left};
+use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
+use crate::place::Place;
+use crate::work_dir::WorkDir;
+use args::SubjectArgs;
+use bytes::Bytes;
+use firn_host::ProblemReport;
+
+/// Files from this size on are left where they are, if they hold memory.
+const MEMORY: u64 = 1 << 20;
+
+/// Most bytes of one file, and of all files, that are unpacked.
+const MOST: u64 = 64 << 20;
+const MOST_OF_ALL: u64 = 512 << 20;
+
+/// Files of a tar file with the layout of OCI.
+const INDEX: &str = "index.json";
+const BLOBS: &str = "blobs/sha256/";
+
+/// The container's spec in an archive of the kubelet.
+const SPEC: &str = "spec.dump";
+
+/// What a command is about.
+pub enum Subject {
+    /// The bundle of a running container.
+    Container(PathBuf),
+    Checkpoint(Place),
+}
+
+impl Subject {
+    /// What is there under a name counts first, then a running container.
+    pub fn of(args: &SubjectArgs) -> Self {
+        let text = &args.subject;
+        let place = Place::to_read(text, args.kind);
+        let bundle = args
+            .state
+            .join(BUNDLES)
+            .join(&args.containerd.namespace)
+            .join(text);
+        let is_name = !text.contains('/') && !args.containerd.namespace.contains('/') && text != "..";
+        let is_bundle = is_name && text != "." && bundle.is_dir();
+        match &place {
+            Place::Ref(_) if args.kind.is_none() && is_bundle => Self::Container(bundle),
+            // A directory that only has the name of the container.
+            Place::Dir(dir) if args.kind.is_none() && is_bundle && !holds_image(dir) => {
+                Self::Container(bundle)
+            }
+            _ => Self::Checkpoint(place),
+        }
+    }
+}
+
+/// Whether there is an image in a directory.
+pub fn holds_image(dir: &Path) -> bool {
+    let dirs = [dir.to_owned(), dir.join(names::ARCHIVE_IMAGE)];
+    dirs.iter().any(|dir| {
+        [names::MANIFEST, "inventory.img"]
+            .iter()
+            .any(|name| dir.join(name).is_file())
+    })
+}
+
+/// A checkpoint.
+pub struct View {
+    /// What it is, for people.
+    pub what: String,
+    /// The image directory, or one that has the small files of the image.
+    pub dir: PathBuf,
+    /// Files that are left where they are.
+    left: Vec<Left>,
+    /// Of an image that containerd or firn has made.
+    pub index: Option<Index>,
+    /// The spec of the container, where the checkpoint has it.
+    pub spec: Option<Spec>,
+    /// Bytes of the files that the container has written.
+    pub written: Option<u64>,
+    _work: Option<WorkDir>,
+}
+
+impl View {
+    pub fn open(place: &Place, args: &SubjectArgs) -> anyhow::Result<Self> {
+        let (socket, namespace) = (&args.containerd.socket.address, &args.containerd.namespace);
+        let opened = match place {
+            Place::Dir(dir) => Ok(Self::of_dir(dir)),
+            Place::File(path) => block_on(Self::of_file(path))?,
+            Place::Ref(name) => block_on(async {
+                let containerd = Containerd::connect(socket, namespace).await?;
+                Self::of_image(&containerd, name).await
+            })?,
+        };
+        Ok(opened.map_err(ProblemReport::from)?)
+    }
+
+    /// What the image holds, and why it is not complete.
+    pub fn look(&self) -> (Found, Option<ProblemReport>) {
+        image::look(&self.dir, &self.left)
+    }
+
+    /// Bytes of memory that were not read.
+    pub fn unread(&self) -> u64 {
+        self.left.iter().map(|file| file.size).sum()
+    }
+
+    fn of_dir(dir: &Path) -> Self {
+        let (image, layer) = image::parts(dir);
+        let spec = fs::read(dir.join(SPEC)).ok();
+        Self {
+            what: format!("image {}", dir.display()),
+            dir: image,
+            left: Vec::new(),
+            index: None,
+            spec: spec.and_then(|bytes| spec_of(&bytes)),
+            written: layer.and_then(|layer| Some(layer.metadata().ok()?.len())),
+            _work: None,
+        }
+    }
+
+    pub async fn of_image(containerd: &Containerd, name: &str) -> Result<Self, ImageError> {
+        let target = containerd.image(name).await?.and_then(|image| image.target);
+        let target = target.ok_or_else(|| ImageError::NoImage {
+            name: name.to_owned(),
+        })?;
+        let index = Index::read(containerd, name, &target.digest).await?;
+        let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
+        let spec = index.part(media::SPEC).cloned().unwrap_or_default();
+        let spec = containerd.content(&spec.digest, 0, MAX_JSON).await?;
+        let bytes = Bytes::Blob(containerd, &checkpoint.digest, checkpoint.size);
+        let mut view = unpacked(name, &bytes, "").await?;
+        view.what = format!("image {name} of containerd");
+        Ok(view.with_index(index, &spec))
+    }
+
+    async fn of_file(path: &Path) -> Result<Self, ImageError> {
+        let what = path.display().to_string();
+        let failed = || ImageError::file(format!("open {what}"));
+        let file = open_regular(path).map_err(failed())?;
+        let length = file.metadata().map_err(failed())?.len();
+        let all = Bytes::File(&file, At { from: 0, length });
+        let entries = all.list(&what).await?;
+        let named = |name: &str| entries.iter().find(|entry| entry.is_file && entry.name == name);
+        let mut view = if let Some(top) = named(INDEX) {
+            let top: Index = serde_json::from_slice(&all.content(&what, top, MAX_JSON).await?)
+                .map_err(|error| no_checkpoint(&what, error.to_string()))?;
+            let [part] = &top.manifests[..] else {
+                return Err(no_checkpoint(&what, "it has several images, or none"));
+            };
+            let blob = |digest: &str| {
+                let entry = named(&format!("{BLOBS}{}", digest.trim_start_matches("sha256:")));
+                entry.ok_or_else(|| no_checkpoint(&what, format!("{digest} is missing")))
+            };
+            let bytes = all.content(&what, blob(&part.digest)?, MAX_JSON).await?;
+            let index = Index::parse(&what, &part.digest, &bytes)?;
+            let of = |media: &str| blob(index.part(media).map_or("", |part| &part.digest));
+            let spec = all.content(&what, of(media::SPEC)?, MAX_JSON).await?;
+            let At { from, length } = of(media::CHECKPOINT)?.place;
+            let view = unpacked(&what, &Bytes::File(&file, At { from, length }), "").await?;
+            view.with_index(index, &spec)
+        } else {
+            let inside = format!("{}/", names::ARCHIVE_IMAGE);
+            let is_archive = named(&format!("{inside}inventory.img")).is_some();
+            let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }).await?;
+            if let Some(spec) = named(SPEC) {
+                view.spec = spec_of(&all.content(&what, spec, MAX_JSON).await?);
+            }
+            view.written = named(names::ARCHIVE_LAYER).map(|layer| layer.place.length);
+            view
+        };
+        view.what = format!("file {what}");
+        Ok(view)
+    }
+
+    fn with_index(self, index: Index, spec: &[u8]) -> Self {
+        let spec = Any::decode(spec).ok().and_then(|any| spec_of(&any.value));
+        Self {
+            spec,
+            written: index.part(media::LAYER).map(|layer| layer.size),
+            index: Some(index),
+            ..self
+        }
+    }
+}
+
+fn spec_of(bytes: &[u8]) -> Option<Spec> {
+    let value: serde_json::Value = serde_json::from_slice(bytes).ok()?;
+    value.is_object().then(|| Spec::from(value))
+}
+
+/// The files of an image directory in an archive, whose names have this prefix.
+async fn unpacked(what: &str, archive: &Bytes<'_>, prefix: &str) -> Result<View, ImageError> {
+    let work = WorkDir::make(&std::env::temp_dir(), "firn-view")?;
+    let (mut left, mut all) = (Vec::new(), 0);
+    for entry in archive.list(what).await? {
+        let Some(name) = entry.name.strip_prefix(prefix).filter(|name| !name.is_empty()) else {
+            continue;
+        };
+        let is_plain = entry.is_file && !name.contains('/') && !matches!(name, "." | "..");
+        match (is_plain, prefix.is_empty()) {
+            (true, _) => {}
+            // Of an archive of the kubelet, what is elsewhere is none of the image.
+            (false, false) if !entry.is_file => continue,
+            (false, _) if name == "./" || name.ends_with('/') && !entry.is_file => continue,
+            _ => {
+                return Err(no_checkpoint(
+                    what,
+                    format!("{name} is no plain file of a checkpoint"),
+                ));
+            }
+        }
+        let size = entry.place.length;
+        if name.starts_with("pages-") && size >= MEMORY || size > MOST || all + size > MOST_OF_ALL {
+            let name = name.to_owned();
+            left.push(Left { name, size });
+        } else {
+            all += size;
+            write(archive, &entry, &work.path().join(name)).await?;
+        }
+    }
+    if all == 0 && left.is_empty() {
+        return Err(no_checkpoint(what, "it has no files of a checkpoint"));
+    }
+    Ok(View {
+        what: what.to_owned(),
+        dir: work.path().to_owned(),
+        left,
+        index: None,
+        spec: None,
+        written: None,
+        _work: Some(work),
+    })
+}
+
+async fn write(archive: &Bytes<'_>, entry: &Entry, to: &Path) -> Result<(), ImageError> {
+    let failed = || ImageError::file(format!("write {}", to.display()));
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create_new(true).mode(0o600).open(to);
+    let mut file = file.map_err(failed())?;
+    archive.copy(&entry.place, &mut file).await?;
+    file.flush().map_err(failed())
+}

@@ -1,0 +1,160 @@
+//! `firn images`, of directories. The suite `listing` has images in containerd.
+
+use firn_image::store::{Packing, Store};
+use serde_json::{Value, json};
+
+use crate::node::{Node, all_output, text, value};
+
+/// A node with a checkpoint that pods of `ml` may name `warm`, and one in the store.
+fn node() -> Node {
+    let node = Node::new();
+    Store::create(&node.path("store"), &Packing::default()).expect("a store");
+    for dir in ["from/ml", "store/named/web"] {
+        std::fs::create_dir_all(node.path(dir)).expect("a directory");
+    }
+    std::fs::create_dir(node.path("from/ml/warm")).expect("a directory");
+    for (from, to) in [
+        ("image", "from/ml/warm/checkpoint"),
+        ("image", "store/named/web/server"),
+    ] {
+        std::fs::create_dir(node.path(to)).expect("a directory");
+        for entry in std::fs::read_dir(node.path(from)).expect("a directory") {
+            let name = entry.expect("an entry").file_name();
+            std::fs::copy(node.path(from).join(&name), node.path(to).join(&name)).expect("copied");
+        }
+    }
+    node.write("from/ml/warm/rootfs-diff.tar", &"x".repeat(1000));
+    let (from, rescue) = (node.path("from"), node.path("rescue"));
+    node.configure(&format!(
+        "[restore]\nfrom-dir = {from:?}\n[checkpoint]\nrescue-dir = {rescue:?}\n[images]\nstore = {:?}",
+        node.path("store")
+    ));
+    node
+}
+
+fn images(node: &Node, words: &[&str]) -> (Option<i32>, Value, String) {
+    let state = node.path("state").display().to_string();
+    let words = [
+        &["images"],
+        words,
+        &["--no-containerd", "--state", &state, "--json"],
+    ]
+    .concat();
+    // Images that others have left on this machine are none of the test.
+    let output = node
+        .command(&words)
+        .env("TMPDIR", node.dir.path())
+        .output()
+        .expect("firn starts");
+    let shown = all_output(&output);
+    (
+        output.status.code(),
+        serde_json::from_slice(&output.stdout).unwrap_or_default(),
+        shown,
+    )
+}
+
+/// The checkpoints of this node alone, by their names.
+fn listed(node: &Node) -> Vec<Value> {
+    let (status, found, shown) = images(node, &["ls"]);
+    assert_eq!(status, Some(0), "{shown}");
+    let all = found["checkpoints"].as_array().expect("a list").clone();
+    let own = node.dir.path().display().to_string();
+    all.into_iter()
+        .filter(|one| one["name"].as_str().is_some_and(|name| name.starts_with(&own)))
+        .collect()
+}
+
+#[test]
+fn checkpoints_that_pods_may_name_are_listed_and_measured() {
+    let node = node();
+    let found = listed(&node);
+    assert_eq!(found.len(), 2, "{found:?}");
+    let of = |kind: &str| {
+        found
+            .iter()
+            .find(|one| one["kind"] == kind)
+            .expect("a checkpoint")
+    };
+    let directory = of("directory");
+    assert_eq!(
+        (&directory["namespace"], &directory["sizes"]["files"]),
+        (&json!("ml"), &json!(1000))
+    );
+    assert_eq!(directory["sizes"]["memory"], json!(2 << 20));
+    assert_eq!(directory["gpus"].as_array().map(Vec::len), Some(1));
+    assert_eq!(of("store")["namespace"], "web");
+    assert!(directory["made"].as_u64() > Some(1_700_000_000), "{directory}");
+    let table = node.firn(&["images", "ls", "--no-containerd"]);
+    assert!(text(&table).contains("from/ml/warm"), "{}", text(&table));
+    // Without its manifest it is listed still, and a broken one is named.
+    node.write("store/named/web/server/firn.json", "{");
+    let (_, found, _) = images(&node, &["ls"]);
+    assert!(found.to_string().contains("FIRN-MANIFEST-CORRUPT"), "{found}");
+}
+
+#[test]
+fn a_checkpoint_is_removed_by_its_name_and_by_nothing_else() {
+    let node = node();
+    let warm = node.path("from/ml/warm").display().to_string();
+    let code = |words: &[&str]| {
+        let (status, found, shown) = images(&node, &[&["prune"], words].concat());
+        assert_eq!(status, Some(1), "{shown}");
+        found["failure"].as_str().map(str::to_owned).unwrap_or(shown)
+    };
+    assert!(code(&["/nowhere"]).contains("FIRN-PRUNE-UNKNOWN"));
+    // One that cannot be removed keeps all of them.
+    node.write("store/named/web/server/notes.txt", "mine");
+    let server = node.path("store/named/web/server").display().to_string();
+    assert!(code(&[&warm, &server]).contains("FIRN-PRUNE-FOREIGN"));
+    assert_eq!(listed(&node).len(), 2);
+    let (status, found, shown) = images(&node, &["prune", &warm, "--dry-run"]);
+    assert_eq!((status, &found["dry_run"]), (Some(0), &json!(true)), "{shown}");
+    assert_eq!(listed(&node).len(), 2);
+    // It is young.
+    let (status, found, _) = images(&node, &["prune", &warm, "--older-than", "1h"]);
+    assert_eq!((status, &found["removed"]), (Some(0), &json!([])));
+    let (status, found, shown) = images(&node, &["prune", &warm]);
+    assert_eq!(status, Some(0), "{shown}");
+    assert_eq!(found["removed"][0]["name"], json!(warm));
+    assert!(!node.path("from/ml/warm").exists() && node.path("from/ml").is_dir());
+    assert_eq!(
+        std::fs::read_to_string(node.path("store/named/web/server/notes.txt")).expect("read"),
+        "mine"
+    );
+}
+
+#[test]
+fn what_is_in_use_is_not_removed() {
+    let node = node();
+    let bundle = "state/io.containerd.runtime.v2.task/k8s.io/server";
+    std::fs::create_dir_all(node.path(bundle)).expect("a directory");
+    let image = node.path("from/ml/warm/checkpoint");
+    node.write(
+        &format!("{bundle}/firn-restored-from"),
+        &image.display().to_string(),
+    );
+    let warm = node.path("from/ml/warm").display().to_string();
+    let (status, found, shown) = images(&node, &["prune", &warm]);
+    assert_eq!(status, Some(1), "{shown}");
+    let failure = found["failure"].as_str().expect("a text");
+    assert!(
+        failure.contains("FIRN-PRUNE-IN-USE") && failure.contains("server"),
+        "{failure}"
+    );
+    assert!(image.join("firn.json").exists());
+    std::fs::remove_file(node.path(&format!("{bundle}/firn-restored-from"))).expect("removed");
+    let (status, _, shown) = images(&node, &["prune", &warm]);
+    assert_eq!(status, Some(0), "{shown}");
+}
+
+#[test]
+fn without_containerd_nothing_is_removed() {
+    let node = node();
+    let warm = node.path("from/ml/warm").display().to_string();
+    let output = node.firn(&["images", "prune", &warm, "--address", "/none.sock", "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let failure = value(&output)["failure"].as_str().expect("a text").to_owned();
+    assert!(failure.contains("FIRN-CONTAINERD"), "{failure}");
+    assert_eq!(listed(&node).len(), 2);
+}
