@@ -33,6 +33,22 @@ fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
     Ok(())
 }
 
+fn only_what_is_named_is_removed(host: &GpuHost) -> Result<()> {
+    refused(host, &["checkpoint/none"], "FIRN-PRUNE-UNKNOWN")?;
+    refused(host, &["checkpoint/one"], "FIRN-PRUNE-UNKNOWN: there are several")?;
+    refused(host, &[IMAGE], "FIRN-PRUNE-UNKNOWN")?;
+    let dry = firn(host, &["images", "prune", "checkpoint/two", "--dry-run"])?;
+    ensure!(dry["removed"][0]["name"] == "checkpoint/two", "{dry}");
+    ensure!(names(host)?.contains(&"checkpoint/two".to_owned()));
+    let young = firn(host, &["images", "prune", "--older-than", "1h"])?;
+    ensure!(young["removed"].as_array().is_some_and(Vec::is_empty), "{young}");
+    firn(host, &["images", "prune", "checkpoint/two", "/srv/named/ml/warm"])?;
+    ensure!(!host.node().path("/srv/named/ml/warm").exists());
+    firn(host, &["images", "prune", "checkpoint/one", "-n", "other"])?;
+    ensure!(names(host)? == ["checkpoint/one"], "{:?}", names(host)?);
+    Ok(())
+}
+
 pub fn checkpoints_are_listed_measured_and_removed(platform: Platform) -> Result<()> {
     on([host(platform, "li-images")?], |[host]| {
         let node = host.node();
@@ -83,18 +99,7 @@ pub fn checkpoints_are_listed_measured_and_removed(platform: Platform) -> Result
         ensure!(shared("checkpoint/two") < Some(1 << 20), "{used}");
         ensure!(used["counted_twice"].as_u64() > Some(MIB << 20), "{used}");
 
-        refused(host, &["checkpoint/none"], "FIRN-PRUNE-UNKNOWN")?;
-        refused(host, &["checkpoint/one"], "FIRN-PRUNE-UNKNOWN: there are several")?;
-        refused(host, &[IMAGE], "FIRN-PRUNE-UNKNOWN")?;
-        let dry = firn(host, &["images", "prune", "checkpoint/two", "--dry-run"])?;
-        ensure!(dry["removed"][0]["name"] == "checkpoint/two", "{dry}");
-        ensure!(names(host)?.contains(&"checkpoint/two".to_owned()));
-        let young = firn(host, &["images", "prune", "--older-than", "1h"])?;
-        ensure!(young["removed"].as_array().is_some_and(Vec::is_empty), "{young}");
-        firn(host, &["images", "prune", "checkpoint/two", "/srv/named/ml/warm"])?;
-        ensure!(!node.path("/srv/named/ml/warm").exists());
-        firn(host, &["images", "prune", "checkpoint/one", "-n", "other"])?;
-        ensure!(names(host)? == ["checkpoint/one"], "{:?}", names(host)?);
+        only_what_is_named_is_removed(host)?;
         // The container and its image are as before.
         job.goes_on(3)?;
         host.remove_image("checkpoint/one")?;
