@@ -102,6 +102,16 @@ impl Lease {
         self.take_in(Path::new(names::LEASES), keeps, sharers)
     }
 
+    /// Those of all containers that live.
+    pub fn all() -> io::Result<Vec<Self>> {
+        Ok(living(Path::new(names::LEASES)).if_present()?.unwrap_or_default())
+    }
+
+    /// Whether its container is parked.
+    pub fn is_parked(&self) -> bool {
+        self.parked
+    }
+
     /// With the GPUs that it keeps.
     pub fn with(&self, keeps: Option<&Lease>) -> Self {
         let mut with = self.clone();
