@@ -11,7 +11,9 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
 use crate::containerd::Socket;
+use crate::history::args::HistoryArgs;
 use crate::install::args::{InstallArgs, UninstallArgs};
+use crate::metrics::args::MetricsArgs;
 
 use crate::store::args::StoreCommand;
 use checkpoint::CheckpointArgs;
@@ -41,6 +43,8 @@ pub enum Command {
     MoveGpu(MoveGpuArgs),
     Doctor(DoctorArgs),
     Status(StatusArgs),
+    History(HistoryArgs),
+    Metrics(MetricsArgs),
     Drain(DrainArgs),
     Install(InstallArgs),
     Uninstall(UninstallArgs),

@@ -14,11 +14,13 @@ mod checkpoint;
 mod containerd;
 mod doctor;
 mod drain;
+mod history;
 mod image;
 mod inspect;
 mod install;
 mod leftovers;
 mod manual;
+mod metrics;
 mod moves;
 mod oci_image;
 mod output;
@@ -59,6 +61,8 @@ fn main() -> ExitCode {
         Command::MoveGpu(args) => moves::move_gpu(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::History(args) => history::run(&args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(&args),
         Command::Uninstall(args) => install::uninstall(&args),

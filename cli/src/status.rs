@@ -19,7 +19,7 @@ use crate::text;
 const SHIM: &str = "containerd-shim";
 
 /// A transaction, with the container's bundle.
-struct Transaction {
+pub struct Transaction {
     namespace: String,
     record: Record,
     /// Of a copy that is going on.
@@ -28,7 +28,9 @@ struct Transaction {
 
 /// True: done.
 pub fn run(args: &StatusArgs) -> Result<bool> {
-    let bundles = bundles(args)?;
+    let state = &args.state;
+    fs::metadata(state).with_context(|| format!("read {}, containerd's state directory", state.display()))?;
+    let bundles = bundles(state, args.namespace.as_deref(), args.id.as_deref())?;
     if let (Some(id), true) = (&args.id, bundles.is_empty()) {
         let state = args.state.display();
         bail!("no container {id} runs here. hint: --namespace, or --state where containerd's is not {state}");
@@ -59,13 +61,18 @@ pub fn run(args: &StatusArgs) -> Result<bool> {
     Ok(true)
 }
 
+/// All transactions in progress; none where there is no containerd.
+pub fn all(state: &Path) -> Result<Vec<Transaction>> {
+    let bundles = bundles(state, None, None)?;
+    let found = bundles.iter().map(|bundle| Transaction::of(bundle));
+    found.filter_map(Result::transpose).collect()
+}
+
 /// The bundles of the containers that are asked for.
-fn bundles(args: &StatusArgs) -> Result<Vec<PathBuf>> {
-    let state = &args.state;
-    fs::metadata(state).with_context(|| format!("read {}, containerd's state directory", state.display()))?;
+fn bundles(state: &Path, namespace: Option<&str>, id: Option<&str>) -> Result<Vec<PathBuf>> {
     let mut bundles = Vec::new();
-    for namespace in entries(&state.join(BUNDLES), args.namespace.as_deref())? {
-        bundles.extend(entries(&namespace, args.id.as_deref())?);
+    for namespace in entries(&state.join(BUNDLES), namespace)? {
+        bundles.extend(entries(&namespace, id)?);
     }
     bundles.sort();
     Ok(bundles)
@@ -95,7 +102,30 @@ impl Transaction {
         }))
     }
 
-    fn state(&self) -> &'static str {
+    pub fn container(&self) -> &str {
+        &self.record.begin.container
+    }
+
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    pub fn is_of(&self, namespace: &str, container: &str) -> bool {
+        self.namespace() == namespace && self.container() == container
+    }
+
+    /// The operation.
+    pub fn kind(&self) -> &'static str {
+        self.record.begin.op.name()
+    }
+
+    /// When it began, in milliseconds since 1970.
+    pub fn begun(&self) -> u64 {
+        self.record.begun
+    }
+
+    /// `running`, `suspended` or `killed`.
+    pub fn state(&self) -> &'static str {
         let shim = procfs::comm(self.record.shim.cast_signed());
         match self.record.outcome {
             Some(Outcome::Suspended) => "suspended",
@@ -104,7 +134,7 @@ impl Transaction {
         }
     }
 
-    fn phase(&self) -> &str {
+    pub fn phase(&self) -> &str {
         match (&self.progress, self.record.phase) {
             (Some(progress), _) => &progress.phase,
             (None, Some(phase)) => phase.name(),
