@@ -4,12 +4,13 @@
 //! trace. Its trace is that of the client, as containerd has sent it; one without is a trace of its own, with
 //! the transaction's id. What the client does not sample is not sent.
 
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_transaction::history::{Entry, PhaseTime};
+use firn_transaction::history::{Entry, PhaseTime, Place};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tokio::signal::unix::{SignalKind, signal};
@@ -53,19 +54,22 @@ pub fn run(args: &HistoryArgs, to: &str) -> Result<bool> {
 /// answer gets them later.
 async fn follow(args: &HistoryArgs, target: &Target) -> Result<bool> {
     let mut term = signal(SignalKind::terminate())?;
-    let mut sent: Vec<String> = match args.since {
-        Some(_) => Vec::new(),
+    let mut sent: HashSet<String> = match args.since {
+        Some(_) => HashSet::new(),
         None => read(&args.dir)?.into_iter().map(|entry| entry.id).collect(),
     };
-    let mut failure = String::new();
+    let (mut failure, mut seen) = (String::new(), None);
     loop {
         let done = async {
-            let all = read(&args.dir)?;
-            sent.retain(|id| all.iter().any(|entry| entry.id == *id));
-            let is_new = |entry: &&Entry| !sent.contains(&entry.id) && is_asked_for(args, entry);
-            let new: Vec<Entry> = all.iter().filter(is_new).cloned().collect();
+            let version = Place::new(&args.dir).version()?;
+            if version == seen {
+                return Ok(());
+            }
+            let mut new = read(&args.dir)?;
+            let all: HashSet<String> = new.iter().map(|entry| entry.id.clone()).collect();
+            new.retain(|entry| !sent.contains(&entry.id) && is_asked_for(args, entry));
             target.send(&new).await?;
-            sent.extend(new.into_iter().map(|entry| entry.id));
+            (sent, seen) = (all, version);
             Ok::<_, anyhow::Error>(())
         };
         let error = done

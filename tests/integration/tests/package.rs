@@ -200,7 +200,7 @@ fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(2)?;
         job.checkpoint("checkpoint/job")?;
-        let expected = "kind=\"checkpoint\",outcome=\"done\"} 1";
+        let expected = "kind=\"checkpoint\",outcome=\"done\",code=\"\"} 1";
         node.run(&["systemctl", "enable", "--now", "firn-metrics.service"])?;
         let scrape = "exec 3<>/dev/tcp/127.0.0.1/9709 && \
                       printf 'GET /metrics HTTP/1.1\\r\\nHost: node\\r\\n\\r\\n' >&3 && cat <&3";

@@ -131,6 +131,17 @@ fn nothing_is_counted_twice_when_a_rotation_was_cut_off() {
 }
 
 #[test]
+fn a_phase_that_was_entered_twice_is_counted_once() {
+    let mut twice = entry("1");
+    twice.phases.push(twice.phases[0].clone());
+    let mut totals = Totals::default();
+    totals.add_all(&[twice]);
+    let dumps = &totals.phases["checkpoint/criu-dump"];
+    assert_eq!(dumps.counts.iter().sum::<u64>(), 1);
+    assert!((dumps.seconds - 0.4).abs() < 1e-9, "{dumps:?}");
+}
+
+#[test]
 fn durations_are_in_the_bucket_of_their_bound() {
     let mut totals = Totals::default();
     for ms in [10.0, 10.1, 900_000.0, 900_001.0] {

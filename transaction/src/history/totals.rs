@@ -63,9 +63,13 @@ impl Totals {
         let count = format!("{kind}/{}/{}", entry.outcome, entry.code);
         *self.transactions.entry(count).or_default() += 1;
         self.durations.entry(kind.clone()).or_default().add(entry.ms);
+        // A phase that was entered twice is one.
+        let mut phases: BTreeMap<&str, f64> = BTreeMap::new();
         for phase in &entry.phases {
-            let key = format!("{kind}/{}", phase.name);
-            self.phases.entry(key).or_default().add(phase.ms);
+            *phases.entry(&phase.name).or_default() += phase.ms;
+        }
+        for (name, ms) in phases {
+            self.phases.entry(format!("{kind}/{name}")).or_default().add(ms);
         }
         *self.gpu_bytes.entry(kind.clone()).or_default() += entry.gpu_bytes;
         *self.image_bytes.entry(kind.clone()).or_default() += entry.image_bytes;

@@ -48,8 +48,39 @@ pub fn a_checkpoint_is_a_trace(platform: Platform) -> Result<()> {
             Suite::Forky => below_containerds(&spans[0], &collector)?,
         }
         into_a_file(host, &request)?;
+        follows(host, &job, &collector)?;
         job.remove()
     })
+}
+
+/// Every transaction is sent when it has ended, once.
+fn follows(host: &GpuHost, job: &Container<'_>, collector: &Collector) -> Result<()> {
+    let command = ["firn", "history", "--since", "1h", "--follow", "--otlp", ENDPOINT];
+    let before = collector.received().len();
+    let mut follower = host.node().spawn(&command)?;
+    let sent_with = |text: &str| {
+        let received = collector.received().into_iter().skip(before);
+        let of_ours = received.filter(|received| received.kind == "application/json");
+        of_ours
+            .filter(|received| String::from_utf8_lossy(&received.body).contains(text))
+            .count()
+    };
+    let is_sent = |text: &str| wait_for("the spans", LIMIT, || Ok((sent_with(text) > 0).then_some(())));
+    is_sent("firn checkpoint")?;
+    job.checkpoint("checkpoint/again")?;
+    let entries = history(host, &["job"])?;
+    let last = entries.last().context("no entry")?;
+    let id = last["id"].as_str().context("no id")?;
+    is_sent(id)?;
+    let processes = host.node().processes();
+    let its = processes
+        .iter()
+        .find(|process| process.args.iter().any(|word| word == "--follow"));
+    host.node()
+        .run(&["kill", &its.context("no follower")?.pid.to_string()])?;
+    ensure!(follower.wait()?.success(), "SIGTERM is no failure");
+    ensure!(sent_with(id) == 1, "{id} was sent again");
+    Ok(())
 }
 
 /// The parent is a span that containerd has sent.
