@@ -102,13 +102,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     }
     // Order matters: all of the host's programs have them, and the rest may take all of the time. Whatever
     // the journal shows: it may be unreadable.
-    let recovered = async {
-        huge_pages::recover().await;
-        Ok::<(), Infallible>(())
-    };
-    steps
-        .attempt("put the host's huge pages back", KILL_LIMIT, recovered)
-        .await;
+    steps.put_huge_pages_back().await;
     if let Some(recovery) = &mut recovery {
         recovery.end_programs(KILL_LIMIT).await;
         // Containers of the same pod share its network.
@@ -147,11 +141,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     criu_leftovers::remove_roots(&work.join(restore::LOG)).await;
     remove_dead_socket(bundle);
     if let Some(recovery) = &recovery {
-        let noted = async {
-            history::write_killed(&Place::default(), bundle).await;
-            Ok::<(), Infallible>(())
-        };
-        steps.attempt("write the history", KILL_LIMIT, noted).await;
+        steps.write_history(bundle).await;
         let cleared = async {
             recovery.clear().await;
             Ok::<(), Infallible>(())
@@ -197,6 +187,23 @@ impl Steps {
         if let Ok(path) = path.canonicalize() {
             self.attempt(what, STEP_LIMIT, unmount_recursive(&path)).await;
         }
+    }
+
+    async fn put_huge_pages_back(&self) {
+        let recovered = async {
+            huge_pages::recover().await;
+            Ok::<(), Infallible>(())
+        };
+        let what = "put the host's huge pages back";
+        self.attempt(what, KILL_LIMIT, recovered).await;
+    }
+
+    async fn write_history(&self, bundle: &Path) {
+        let written = async {
+            history::write_killed(&Place::default(), bundle).await;
+            Ok::<(), Infallible>(())
+        };
+        self.attempt("write the history", KILL_LIMIT, written).await;
     }
 
     async fn attempt<T, E: std::error::Error>(

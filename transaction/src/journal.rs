@@ -139,13 +139,31 @@ pub enum Outcome {
 }
 
 /// Whose transaction it is.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// Random id of the transaction.
     pub id: String,
     /// containerd's namespace.
     pub namespace: String,
     pub trace: Option<TraceParent>,
+}
+
+impl Origin {
+    /// As one text: none of its parts has spaces.
+    fn to_text(&self) -> String {
+        let trace = self.trace.as_ref().map_or("", TraceParent::as_str);
+        format!("{} {} {trace}", self.id, self.namespace)
+    }
+
+    fn of_text(text: &str) -> Option<Self> {
+        let (id, rest) = text.split_once(' ')?;
+        let (namespace, trace) = rest.split_once(' ')?;
+        Some(Self {
+            id: id.to_owned(),
+            namespace: namespace.to_owned(),
+            trace: TraceParent::parse(trace),
+        })
+    }
 }
 
 /// What an operation is and works on.
@@ -185,9 +203,9 @@ enum Line {
         /// When, in milliseconds since 1970; 0 in journals of earlier versions.
         #[serde(default)]
         at: u64,
-        /// None in journals of earlier versions.
+        /// Empty in journals of earlier versions.
         #[serde(default)]
-        origin: Option<Origin>,
+        origin: String,
         #[serde(flatten)]
         begin: Begin,
     },
@@ -268,7 +286,7 @@ impl Journal {
             boot: boot(),
             shim: std::process::id(),
             at: clock::now(),
-            origin: recording::current().map(|recording| recording.origin()),
+            origin: recording::current().map_or_else(String::new, |of| of.origin().to_text()),
             begin,
         };
         match journal.write(line).await {
@@ -508,7 +526,7 @@ impl Record {
         };
         let mut record = Self {
             begin,
-            origin,
+            origin: Origin::of_text(&origin),
             shim,
             begun: at,
             phase: None,

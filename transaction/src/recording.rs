@@ -50,8 +50,8 @@ impl Call {
 }
 
 /// Runs `work` as part of a call.
-pub async fn within<T>(call: Arc<Call>, work: impl Future<Output = T>) -> T {
-    CALL.scope(call, work).await
+pub fn within<T>(call: Arc<Call>, work: impl Future<Output = T>) -> impl Future<Output = T> {
+    CALL.scope(call, work)
 }
 
 /// Runs blocking work on another thread as part of the call that has started it.

@@ -30,6 +30,10 @@ impl TraceParent {
         (names && is_known).then(|| Self(head.to_owned()))
     }
 
+    pub(crate) fn as_str(&self) -> &str {
+        &self.0
+    }
+
     /// Of the trace: 32 digits.
     pub fn trace_id(&self) -> &str {
         self.0.get(3..35).unwrap_or_default()

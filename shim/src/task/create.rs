@@ -21,6 +21,7 @@ use firn_transaction::create as preparation;
 use firn_transaction::history;
 use firn_transaction::journal::Operation;
 use firn_transaction::options::RuncOptions;
+use firn_transaction::recording::Recording;
 use firn_transaction::recovery;
 use firn_transaction::runc;
 use firn_transaction::stdio::{self, StdioConfig};
@@ -138,15 +139,9 @@ async fn build_mounted(
         images: &images,
         cancel,
     });
-    let prepared = match (prepared.await, recording) {
-        (Ok(prepared), _) => prepared,
-        (Err(error), None) => return Err(error.into()),
-        (Err(error), Some(recording)) => {
-            let error = TaskError::from(error);
-            let result = Err(error.of_firn());
-            service.note_end(false, &recording, "failed", result).await;
-            return Err(error);
-        }
+    let prepared = match prepared.await {
+        Ok(prepared) => prepared,
+        Err(error) => return Err(refused(service, recording, error.into()).await),
     };
     if let Some(refusal) = prepared.fallback {
         let code = TaskError::from(refusal).of_firn();
@@ -178,6 +173,15 @@ async fn build_mounted(
         run_create(service, &container).await?;
     }
     Ok(container)
+}
+
+/// A restore that is refused is in the history, too.
+async fn refused(service: &Service, recording: Option<Arc<Recording>>, error: TaskError) -> TaskError {
+    if let Some(recording) = recording {
+        let result = Err(error.of_firn());
+        service.note_end(false, &recording, "failed", result).await;
+    }
+    error
 }
 
 /// Publishes the steps of the container's transactions, if they are firn's own.

@@ -224,7 +224,7 @@ fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
             Ok((host.shims().count() == 0).then_some(()))
         })?;
         node.run(&["dpkg", "--purge", "firn"])?;
-        let left = "find /etc/systemd /usr/lib/systemd -name 'firn-*'; ls /var/lib/firn/history 2>&1; \
+        let left = "find /etc/systemd /usr/lib/systemd -name 'firn-[cmt]*'; ls /var/lib/firn/history 2>&1; \
                     pgrep -x firn";
         let left = node.run(&["sh", "-c", &format!("{left}; true")])?.stdout;
         ensure!(

@@ -14,7 +14,9 @@ use std::path::PathBuf;
 use firn_config::names;
 use firn_host::{UnlessAbsent, atomic_file};
 
-use super::{Entry, Totals};
+use serde_json::Value;
+
+use super::{Entry, Totals, totals};
 
 const FILE: &str = "transactions.jsonl";
 const BEFORE: &str = "transactions.1.jsonl";
@@ -64,7 +66,7 @@ impl Place {
             file = self.open()?;
             length = 0;
         }
-        if entry.outcome == "killed" && parsed(&mut file)?.iter().any(|old| old.id == entry.id) {
+        if entry.outcome == "killed" && parsed(&mut file)?.iter().any(|old| old["id"] == *entry.id) {
             return Ok(());
         }
         if length > 0 {
@@ -90,20 +92,20 @@ impl Place {
         let before = self.parse(BEFORE)?;
         let mut totals = self.totals()?;
         // Order matters: if this ends in between, the totals name what they have.
-        if totals.add_all(&before) {
+        if totals::add_all(&mut totals, &before) {
             atomic_file::write(&self.0, TOTALS, &serde_json::to_vec(&totals)?, 0o600)?;
         }
         fs::rename(self.0.join(FILE), self.0.join(BEFORE))
     }
 
-    fn totals(&self) -> io::Result<Totals> {
+    /// Id of the last transaction that was added, and what [`Totals`] has.
+    fn totals(&self) -> io::Result<Value> {
         let text = fs::read(self.0.join(TOTALS)).if_present()?;
-        Ok(text
-            .and_then(|text| serde_json::from_slice(&text).ok())
-            .unwrap_or_default())
+        let totals = text.and_then(|text| serde_json::from_slice(&text).ok());
+        Ok(totals.filter(Value::is_object).unwrap_or(Value::Null))
     }
 
-    fn parse(&self, name: &str) -> io::Result<Vec<Entry>> {
+    fn parse(&self, name: &str) -> io::Result<Vec<Value>> {
         match File::open(self.0.join(name)).if_present()? {
             Some(mut file) => parsed(&mut file),
             None => Ok(Vec::new()),
@@ -116,10 +118,17 @@ impl Place {
             let is = self.identity()?;
             let (mut totals, before, last) = (self.totals()?, self.parse(BEFORE)?, self.parse(FILE)?);
             if self.identity()? == is {
-                totals.add_all(&before);
-                totals.add_all(&last);
-                let entries = before.into_iter().chain(last).collect();
-                return Ok(History { entries, totals });
+                totals::add_all(&mut totals, &before);
+                totals::add_all(&mut totals, &last);
+                let entries = before.into_iter().chain(last);
+                let entries = entries.filter_map(|entry| serde_json::from_value(entry).ok());
+                return Ok(History {
+                    entries: entries.collect(),
+                    totals: match totals {
+                        Value::Null => Totals::default(),
+                        totals => serde_json::from_value(totals)?,
+                    },
+                });
             }
         }
         Err(io::ErrorKind::ResourceBusy.into())
@@ -142,11 +151,12 @@ impl Place {
 }
 
 /// The entries of a file, without lines that are none.
-fn parsed(file: &mut File) -> io::Result<Vec<Entry>> {
+fn parsed(file: &mut File) -> io::Result<Vec<Value>> {
     let mut text = Vec::new();
     file.take(2 * LIMIT).read_to_end(&mut text)?;
     let lines = text.split(|byte| *byte == b'\n');
     Ok(lines
         .filter_map(|line| serde_json::from_slice(line).ok())
+        .filter(Value::is_object)
         .collect())
 }
