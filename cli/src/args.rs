@@ -12,8 +12,10 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
 use crate::containerd::Socket;
+use crate::history::args::HistoryArgs;
 use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
+use crate::metrics::args::MetricsArgs;
 
 use crate::ps::args::{PsArgs, StatusArgs};
 use crate::store::args::StoreCommand;
@@ -49,6 +51,8 @@ pub enum Command {
     Images(ImagesCommand),
     Ps(PsArgs),
     Status(StatusArgs),
+    History(HistoryArgs),
+    Metrics(MetricsArgs),
     Drain(DrainArgs),
     Install(InstallArgs),
     Uninstall(UninstallArgs),

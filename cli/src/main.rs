@@ -16,12 +16,14 @@ mod config;
 mod containerd;
 mod doctor;
 mod drain;
+mod history;
 mod image;
 mod images;
 mod inspect;
 mod install;
 mod leftovers;
 mod manual;
+mod metrics;
 mod moves;
 mod oci_image;
 mod output;
@@ -66,6 +68,8 @@ fn main() -> ExitCode {
         Command::Images(command) => images::run(&command),
         Command::Ps(args) => ps::run(&args),
         Command::Status(args) => ps::status(&args),
+        Command::History(args) => history::run(&args),
+        Command::Metrics(args) => metrics::run(&args),
         Command::Drain(args) => drain::run(&args),
         Command::Install(args) => install::install(&args),
         Command::Uninstall(args) => install::uninstall(&args),

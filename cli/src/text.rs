@@ -38,6 +38,14 @@ pub fn time(seconds: u64) -> String {
     format!("{}Z", text.split('.').next().unwrap_or_default())
 }
 
+/// A duration in milliseconds.
+pub fn seconds(ms: f64) -> String {
+    match ms {
+        ms if ms < 100.0 => format!("{ms:.0} ms"),
+        ms => format!("{:.1} s", ms / 1e3),
+    }
+}
+
 /// How ctr is called for this socket and namespace.
 pub fn ctr(address: &Path, namespace: &str) -> String {
     let address = match address.to_str() {
@@ -81,6 +89,18 @@ mod tests {
             (1024, 0.5, "2.0 KiB/s"),
         ] {
             assert_eq!(rate(count, seconds), text);
+        }
+    }
+
+    #[test]
+    fn durations_are_rounded() {
+        for (ms, text) in [
+            (0.4, "0 ms"),
+            (99.0, "99 ms"),
+            (100.0, "0.1 s"),
+            (90_040.0, "90.0 s"),
+        ] {
+            assert_eq!(seconds(ms), text);
         }
     }
 

@@ -214,6 +214,9 @@ pub const STORES: &str = "/var/lib/firn/stores";
 /// Default directory for complete images that their client may otherwise remove.
 pub const RESCUE_DIR: &str = "/var/lib/firn/rescue";
 
+/// Directory with the history of the node's transactions.
+pub const HISTORY: &str = "/var/lib/firn/history";
+
 /// Directory in which `firn restore` unpacks checkpoints until their containers run.
 pub const RESTORE_DIR: &str = "/var/lib/firn/restore";
 

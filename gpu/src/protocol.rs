@@ -12,6 +12,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CudaState, GpuPair, GpuUuid, Inventory};
 
+/// Variable of the worker: container and transaction that it works for, as its log lines end with them.
+pub const ENV_TRANSACTION: &str = "FIRN_TRANSACTION";
+
 /// Bytes of GPU memory by GPU.
 pub type GpuMemory = BTreeMap<GpuUuid, u64>;
 

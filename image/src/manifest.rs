@@ -153,6 +153,12 @@ pub struct StoredMemory {
     pub parent: Option<Digest>,
 }
 
+/// Bytes of an image, with what is in a store.
+pub fn size(images: &[ImageFile], bulk: Option<&StoredMemory>) -> u64 {
+    let files: u64 = images.iter().map(|file| file.size).sum();
+    files + bulk.map_or(0, |bulk| bulk.bytes)
+}
+
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(bytes: &u64) -> bool {
     *bytes == 0

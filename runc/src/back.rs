@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use firn_transaction::look;
 use firn_transaction::reaper::Reaper;
+use firn_transaction::recording::{self, Call};
 
 use crate::action::{Action, Done, PASS};
 use crate::command_line::{CommandLine, Verb};
@@ -40,7 +41,7 @@ pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
 fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Trouble::Start)?;
-    let done = runtime.block_on(async {
+    let done = runtime.block_on(recording::within(Call::of(None), async {
         let reaper = Reaper::start().map_err(Trouble::Start)?;
         if recovers {
             return left(line, &reaper).await;
@@ -57,7 +58,7 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
             }
             Verb::Kill | Verb::Delete | Verb::Other => Ok(Done::Pass),
         }
-    });
+    }));
     // A call that is stuck in the kernel must not keep the answer back.
     runtime.shutdown_background();
     done

@@ -5,9 +5,12 @@ use std::path::PathBuf;
 use firn_image::manifest::DumpFlags;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::InitState;
+use firn_transaction::history::{Place, code_of};
 use firn_transaction::image_dir::ImageDir;
+use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
 use firn_transaction::reaper::Reaper;
+use firn_transaction::recording;
 
 use crate::action::Done;
 use crate::command_line::CommandLine;
@@ -49,6 +52,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         meeting: None,
         layer: None,
     });
+    let recording = recording::begin(Operation::Checkpoint, id, container::NAMESPACE);
     let done = match request {
         Ok(request) => match caught(checkpoint::run(&container, &request, reaper)).await {
             Ok(done) => done,
@@ -56,6 +60,11 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         },
         Err(error) => Err(error),
     };
+    let code = done.as_ref().err().and_then(code_of);
+    let outcome = recording.outcome(&container, done.is_ok());
+    recording
+        .end(&Place::default(), String::new(), outcome, code)
+        .await;
     // The note of a suspended container leads the next call to its journal.
     if container.state() != InitState::Suspended {
         open.end().map_err(Trouble::Notes)?;

@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_config::text::write_line;
 use firn_host::{Chain, Rfc3339};
+use firn_transaction::recording;
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
 use crate::command_line::CommandLine;
@@ -67,19 +68,31 @@ impl Sink {
         };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let time = Rfc3339(now).to_string();
+        let of = recording::current();
+        let fields = of
+            .as_ref()
+            .map(|of| format!(" {}", of.fields()))
+            .unwrap_or_default();
         let _lost = match self {
             Self::File { file, json: true } => {
-                let entry = serde_json::json!({"level": level, "msg": text, "time": time});
+                let mut entry = serde_json::json!({"level": level, "msg": text, "time": time});
+                if let Some(of) = &of {
+                    entry["container"] = of.container.as_str().into();
+                    entry["transaction"] = of.id.as_str().into();
+                }
                 writeln!(firn_transaction::panics::lock(file), "{entry}")
             }
             Self::File { file, json: false } => {
                 let mut file = firn_transaction::panics::lock(file);
                 write_line(
                     &mut *file,
-                    format_args!("time={time:?} level={level} msg={text:?}"),
+                    format_args!("time={time:?} level={level} msg={text:?}{fields}"),
                 )
             }
-            Self::Stderr => write_line(io::stderr().lock(), format_args!("firn-runc: {level}: {text}")),
+            Self::Stderr => write_line(
+                io::stderr().lock(),
+                format_args!("firn-runc: {level}: {text}{fields}"),
+            ),
         };
     }
 }

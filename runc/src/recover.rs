@@ -10,8 +10,10 @@ use firn_transaction::cgroup::Cgroup;
 use firn_transaction::checkpoint;
 use firn_transaction::container::{Container, InitState};
 use firn_transaction::create;
+use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::journal::{Operation, Outcome};
 use firn_transaction::reaper::Reaper;
+use firn_transaction::recording;
 use firn_transaction::recovery::Recovery;
 use firn_transaction::restore;
 use firn_transaction::runc::Runc;
@@ -31,6 +33,8 @@ pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) 
     let bundle = open.bundle().map_err(Trouble::Notes)?;
     let mut done = Done::Pass;
     if let Some(recovery) = Recovery::of(&bundle) {
+        recording::adopt(recovery.record());
+        history::write_killed(&Place::default(), &bundle).await;
         log::warn!(
             "{} of container {id} was cut off and is rolled back",
             recovery.record().begin.op
@@ -93,7 +97,14 @@ async fn rolled_back(
     reaper: &Reaper,
 ) -> Result<Done, Failure> {
     if recovery.record().outcome == Some(Outcome::Suspended) {
-        checkpoint::resume(container, reaper).await?;
+        let recording = recording::begin(Operation::Resume, &container.id, NAMESPACE);
+        let done = checkpoint::resume(container, reaper).await;
+        let code = done.as_ref().err().and_then(code_of);
+        let outcome = recording.outcome(container, done.is_ok());
+        recording
+            .end(&Place::default(), String::new(), outcome, code)
+            .await;
+        done?;
         return Ok(Done::Pass);
     }
     let error = checkpoint::rollback_after_panic(container, reaper).await;

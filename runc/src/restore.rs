@@ -10,9 +10,11 @@ use firn_oci::Spec;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::Container;
 use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
+use firn_transaction::history::{Place, code_of};
+use firn_transaction::journal::Operation;
 use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::reaper::Reaper;
-use firn_transaction::{recovery, restore};
+use firn_transaction::{recording, recovery, restore};
 
 use crate::action::Done;
 use crate::checkpoint::{flags, refuse};
@@ -47,7 +49,13 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     }
     let begun = Open::begin(line, id, &bundle).map_err(Trouble::Notes)?;
     let open = begun.ok_or_else(|| Trouble::Busy { id: id.to_owned() })?;
+    let recording = recording::begin(Operation::Restore, id, NAMESPACE);
     let done = transact(line, id, (&bundle, &image), reaper).await;
+    let outcome = if done.is_ok() { "done" } else { "failed" };
+    let code = done.as_ref().err().and_then(code_of);
+    recording
+        .end(&Place::default(), String::new(), outcome, code)
+        .await;
     open.end().map_err(Trouble::Notes)?;
     done.map(|()| Done::Here)
 }

@@ -33,9 +33,10 @@ const METADATA_LIMIT: Duration = Duration::from_secs(2);
 const CONTAINER: &str = "/containerd.services.containers.v1.Containers/Get";
 const UPDATE: &str = "/containerd.services.containers.v1.Containers/Update";
 /// Field 1 of `GetContainerResponse`: the container. Field 2 of that: its labels, as pairs of fields 1 and 2.
-/// Field 5: its spec, JSON in a `google.protobuf.Any`.
+/// Field 3: the name of its image. Field 5: its spec, JSON in a `google.protobuf.Any`.
 const CONTAINER_FIELD: u32 = 1;
 const LABELS_FIELD: u32 = 2;
+const IMAGE_FIELD: u32 = 3;
 const SPEC_FIELD: u32 = 5;
 /// First daemon that takes a version 3.
 const FIRST_MAJOR: u32 = 2;
@@ -80,6 +81,17 @@ pub(crate) async fn labels(address: &str, namespace: &str, id: &str) -> BTreeMap
         log::warn!("cannot read the labels of {id}: hooks that its image names are not called: {error}");
         BTreeMap::new()
     })
+}
+
+/// The name of a container's image; empty if containerd does not answer.
+pub(crate) async fn image(address: &str, namespace: &str, id: &str) -> String {
+    let (address, namespace, of) = (address.to_owned(), namespace.to_owned(), id.to_owned());
+    let found = blocking(move || get(&address, &namespace, &of)).await;
+    let found = found.inspect_err(|error| log::debug!("cannot read the image of {id}: {error}"));
+    found.map_or_else(
+        |_| String::new(),
+        |container| unknown_string(&container, IMAGE_FIELD),
+    )
 }
 
 fn call_for_labels(address: &str, namespace: &str, id: &str) -> io::Result<BTreeMap<String, String>> {

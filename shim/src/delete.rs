@@ -29,11 +29,13 @@ use crate::logger;
 use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
 use firn_transaction::cgroup::Cgroup;
+use firn_transaction::history::{self, Place};
 use firn_transaction::huge_pages;
 use firn_transaction::journal::Operation;
 use firn_transaction::killed_criu;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
+use firn_transaction::recording::{self, Call};
 use firn_transaction::recovery::Recovery;
 use firn_transaction::runc::{Runc, read_pid};
 use firn_transaction::{criu_leftovers, restore};
@@ -57,7 +59,8 @@ pub fn delete(args: &Args) -> Result<(), ActionError> {
     let runtime = runtime()?;
     runtime.block_on(async {
         let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
-        clean_up(args, &bundle, reaper).await;
+        // Its log lines name the transaction that was cut off.
+        recording::within(Call::of(None), clean_up(args, &bundle, reaper)).await;
         Ok::<_, ActionError>(())
     })?;
     // A call that is stuck in the kernel must not keep the answer back.
@@ -92,19 +95,14 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     // CRIU goes on without its shim, holds the tasks, and writes to an image.
     let steps = Steps::begin();
     if let Some(recovery) = &mut recovery {
+        recording::adopt(recovery.record());
         // Order matters: containerd removes its directory at this very moment.
         recovery.rescue(bundle).await;
         recovery.report_image();
     }
     // Order matters: all of the host's programs have them, and the rest may take all of the time. Whatever
     // the journal shows: it may be unreadable.
-    let recovered = async {
-        huge_pages::recover().await;
-        Ok::<(), Infallible>(())
-    };
-    steps
-        .attempt("put the host's huge pages back", KILL_LIMIT, recovered)
-        .await;
+    steps.put_huge_pages_back().await;
     if let Some(recovery) = &mut recovery {
         recovery.end_programs(KILL_LIMIT).await;
         // Containers of the same pod share its network.
@@ -143,6 +141,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     criu_leftovers::remove_roots(&work.join(restore::LOG)).await;
     remove_dead_socket(bundle);
     if let Some(recovery) = &recovery {
+        steps.write_history(bundle).await;
         let cleared = async {
             recovery.clear().await;
             Ok::<(), Infallible>(())
@@ -188,6 +187,23 @@ impl Steps {
         if let Ok(path) = path.canonicalize() {
             self.attempt(what, STEP_LIMIT, unmount_recursive(&path)).await;
         }
+    }
+
+    async fn put_huge_pages_back(&self) {
+        let recovered = async {
+            huge_pages::recover().await;
+            Ok::<(), Infallible>(())
+        };
+        let what = "put the host's huge pages back";
+        self.attempt(what, KILL_LIMIT, recovered).await;
+    }
+
+    async fn write_history(&self, bundle: &Path) {
+        let written = async {
+            history::write_killed(&Place::default(), bundle).await;
+            Ok::<(), Infallible>(())
+        };
+        self.attempt("write the history", KILL_LIMIT, written).await;
     }
 
     async fn attempt<T, E: std::error::Error>(

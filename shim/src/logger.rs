@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_host::Rfc3339;
+use firn_transaction::recording;
 use log::{LevelFilter, Log, Metadata, Record, SetLoggerError};
 
 /// Makes the fifo that containerd reads our standard error.
@@ -70,6 +71,10 @@ impl Log for Logger {
         if !self.fields.is_empty() {
             line.push(' ');
             line.push_str(&self.fields);
+        }
+        if let Some(recording) = recording::current() {
+            line.push(' ');
+            line.push_str(&recording.fields());
         }
         line.push('\n');
         // There is nobody to report a failure to.

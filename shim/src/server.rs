@@ -33,6 +33,7 @@ use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::logger;
 use firn_transaction::cancel::CancellationToken;
+use firn_transaction::history::Place;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::sys;
 
@@ -53,6 +54,8 @@ pub struct Context {
     pub reaper: Reaper,
     /// Takes the events.
     pub publisher: Publisher,
+    /// Takes the transactions that have ended.
+    pub history: Place,
     /// Cancelled to end the shim.
     pub serving: CancellationToken,
 }
@@ -88,6 +91,7 @@ pub fn run(
             address: args.address.clone(),
             reaper: Reaper::start().map_err(failed("watch for child processes"))?,
             publisher: publisher.clone(),
+            history: Place::default(),
             serving: serving.clone(),
         });
         handle_signals(serving.clone())?;

@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinError;
 
 use crate::cancel::CancellationToken;
+use crate::recording;
 use crate::warn::OrWarn;
 
 /// Why blocking work is not awaited any more.
@@ -87,6 +88,7 @@ pub(crate) async fn remove(what: &'static str, path: PathBuf, remove: fn(&Path) 
 /// Not for spawning processes: the parent-death signal would kill them when that thread ends.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, done) = oneshot::channel();
+    let work = recording::inherit(work);
     run(Box::new(move || drop(send.send(work())))).await;
     match done.await {
         Ok(done) => done,

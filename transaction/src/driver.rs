@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use firn_config::Deadlines;
-use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
+use firn_gpu::protocol::{DriverError, ENV_TRANSACTION, GpuMemory, ProcessReply, Reply, Request};
 use firn_gpu::{CudaProcess, CudaState, GpuPair, GpuUuid, Inventory};
 use firn_host::{Problem, Remedy, remedy};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -24,6 +24,7 @@ use tokio::net::UnixStream;
 use crate::journal::{Journal, Role};
 use crate::procfs;
 use crate::reaper::{Child, Reaper};
+use crate::recording;
 
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
@@ -458,6 +459,9 @@ impl Worker {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
             }
+        }
+        if let Some(recording) = recording::current() {
+            command.env(ENV_TRANSACTION, recording.fields());
         }
         let (parent_fd, child_fd) = (OwnedFd::from(theirs), 3);
         command

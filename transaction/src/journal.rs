@@ -35,7 +35,9 @@ use serde::{Deserialize, Serialize};
 use crate::blocking::blocking;
 use crate::phase::Phase;
 use crate::procfs;
+use crate::recording;
 use crate::steps::{Follower, Step};
+pub use crate::trace_parent::TraceParent;
 use crate::warn::OrWarn;
 use firn_gpu::CudaProcess;
 
@@ -136,6 +138,34 @@ pub enum Outcome {
     Suspended,
 }
 
+/// Whose transaction it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// Random id of the transaction.
+    pub id: String,
+    /// containerd's namespace.
+    pub namespace: String,
+    pub trace: Option<TraceParent>,
+}
+
+impl Origin {
+    /// As one text: none of its parts has spaces.
+    fn to_text(&self) -> String {
+        let trace = self.trace.as_ref().map_or("", TraceParent::as_str);
+        format!("{} {} {trace}", self.id, self.namespace)
+    }
+
+    fn of_text(text: &str) -> Option<Self> {
+        let (id, rest) = text.split_once(' ')?;
+        let (namespace, trace) = rest.split_once(' ')?;
+        Some(Self {
+            id: id.to_owned(),
+            namespace: namespace.to_owned(),
+            trace: TraceParent::parse(trace),
+        })
+    }
+}
+
 /// What an operation is and works on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
@@ -173,6 +203,9 @@ enum Line {
         /// When, in milliseconds since 1970; 0 in journals of earlier versions.
         #[serde(default)]
         at: u64,
+        /// Empty in journals of earlier versions.
+        #[serde(default)]
+        origin: String,
         #[serde(flatten)]
         begin: Begin,
     },
@@ -256,6 +289,7 @@ impl Journal {
             boot: boot(),
             shim: std::process::id(),
             at: clock::now(),
+            origin: recording::current().map_or_else(String::new, |of| of.origin().to_text()),
             begin,
         };
         match journal.write(line).await {
@@ -307,12 +341,23 @@ impl Journal {
 
     /// `phase` is about to begin.
     pub async fn enter(&self, phase: Phase) -> Result<(), JournalError> {
+        if let Some(recording) = recording::current() {
+            recording.enter(phase);
+        }
         let at = clock::now();
         self.write(Line::Enter { phase, at }).await?;
         self.step(Step::Phase(phase));
         #[cfg(debug_assertions)]
         failpoint::trigger(phase).await;
         Ok(())
+    }
+
+    /// `phase` is about to begin, which nothing has to recover from.
+    pub(crate) fn show(&self, phase: Phase) {
+        if let Some(recording) = recording::current() {
+            recording.enter(phase);
+        }
+        self.step(Step::Phase(phase));
     }
 
     /// As [`Journal::enter`], for a phase that has to happen also when the journal cannot be written.
@@ -344,6 +389,9 @@ impl Journal {
 
     /// The memory of each GPU that the processes need when their state is restored.
     pub async fn memory(&self, gpus: &GpuMemory) -> Result<(), JournalError> {
+        if let Some(recording) = recording::current() {
+            recording.gpu_bytes(gpus.values().sum());
+        }
         self.write(Line::Memory { gpus: gpus.clone() }).await
     }
 
@@ -423,6 +471,8 @@ async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub begin: Begin,
+    /// Whose it is; none in journals of earlier versions.
+    pub origin: Option<Origin>,
     /// Pid of the shim.
     pub shim: u32,
     /// When the transaction began, in milliseconds since 1970.
@@ -431,6 +481,8 @@ pub struct Record {
     pub phase: Option<Phase>,
     /// When that was.
     pub entered: u64,
+    /// Every phase that was entered, and when.
+    pub entered_at: Vec<(Phase, u64)>,
     /// The driver was called to checkpoint GPU state.
     pub gpu_checkpointing: bool,
     /// What the image directory was; none before it was written to.
@@ -476,6 +528,7 @@ impl Record {
             boot: of,
             shim,
             at,
+            origin,
             begin,
         }) = lines.next()
         else {
@@ -483,10 +536,12 @@ impl Record {
         };
         let mut record = Self {
             begin,
+            origin: Origin::of_text(&origin),
             shim,
             begun: at,
             phase: None,
             entered: at,
+            entered_at: Vec::new(),
             gpu_checkpointing: false,
             image_was: None,
             image_id: None,
@@ -509,6 +564,7 @@ impl Record {
             Line::Enter { phase, at } => {
                 self.phase = Some(phase);
                 self.entered = at;
+                self.entered_at.push((phase, at));
                 self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
             }
             Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,

@@ -102,6 +102,16 @@ impl Lease {
         self.take_in(Path::new(names::LEASES), keeps, sharers)
     }
 
+    /// Those of all containers that live.
+    pub fn all() -> io::Result<Vec<Self>> {
+        Ok(living(Path::new(names::LEASES)).if_present()?.unwrap_or_default())
+    }
+
+    /// Whether its container is parked.
+    pub fn is_parked(&self) -> bool {
+        self.parked
+    }
+
     /// With the GPUs that it keeps.
     pub fn with(&self, keeps: Option<&Lease>) -> Self {
         let mut with = self.clone();
@@ -118,7 +128,7 @@ impl Lease {
     }
 
     /// Whether the container with this init has given its GPUs free. None if it has no lease.
-    pub fn is_parked(init: i32) -> Option<bool> {
+    pub fn of_init_is_parked(init: i32) -> Option<bool> {
         let lease = read(&Path::new(names::LEASES).join(init.to_string()))?;
         lease.is_living().then_some(lease.parked)
     }

@@ -17,6 +17,7 @@ mod effects;
 #[doc(hidden)]
 pub mod fuzz;
 mod gpu_request;
+pub mod history;
 pub mod huge_pages;
 pub mod image_dir;
 pub mod job_hook;
@@ -34,6 +35,7 @@ pub mod phase;
 pub mod pidfd;
 pub mod prepared_restore;
 pub mod reaper;
+pub mod recording;
 pub mod recovery;
 pub mod restore;
 pub mod runc;
@@ -48,6 +50,7 @@ pub mod sys;
 )]
 pub mod testing;
 pub mod timings;
+mod trace_parent;
 pub mod tracer;
 pub mod unmount;
 mod warn;

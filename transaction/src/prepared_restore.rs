@@ -20,6 +20,8 @@ pub struct PreparedRestore {
     pub flags: DumpFlags,
     /// The image's files as they were verified; absent without a manifest.
     pub verified: Option<Arc<Verified>>,
+    /// Bytes of the image, as far as a manifest has them.
+    pub bytes: u64,
     /// CRIU's settings for an image without GPU state.
     pub plain: PlainPart,
     /// For the job's hook `restored`; absent where the container names no hook, or gets no GPU from an image

@@ -8,6 +8,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::phase::Phase;
+use crate::recording;
 use crate::warn::OrWarn;
 
 /// File in the bundle with the timings of the last transaction. The next transaction replaces it.
@@ -53,6 +54,9 @@ impl PhaseTimings {
         let now = Instant::now();
         let ms = now.duration_since(self.last).as_secs_f64() * 1000.0;
         self.last = now;
+        if let Some(recording) = recording::current() {
+            recording.mark(phase);
+        }
         let (op, container, name) = (self.op, &self.container, phase.name());
         log::info!("op={op} container={container} phase={name} ms={ms:.1}");
         match self.phases.iter_mut().find(|timing| timing.name == phase) {

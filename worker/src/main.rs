@@ -37,12 +37,16 @@ mod tests;
 use std::fmt::Display;
 use std::io::{self, Write};
 
+use firn_gpu::protocol::ENV_TRANSACTION;
+
 /// A line on standard error, which is the log of whoever started the worker. It may be gone: that is no
 /// reason to end.
 fn complain(line: impl Display) {
-    let _ = writeln!(io::stderr(), "firn-gpu: {line}");
+    let of = std::env::var(ENV_TRANSACTION).unwrap_or_default();
+    let _ = writeln!(io::stderr(), "{}", format!("firn-gpu: {line} {of}").trim_end());
 }
 
 fn main() {
+    std::panic::set_hook(Box::new(|panic| complain(panic)));
     command::main()
 }

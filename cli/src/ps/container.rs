@@ -121,7 +121,7 @@ impl Container {
         let memory = || pids.iter().map(|pid| procfs::anonymous(*pid)).sum();
         let transaction = Transaction::of(bundle, memory);
         let transaction = transaction.with_context(|| format!("read the journal in {}", bundle.display()))?;
-        let parked = init.and_then(Lease::is_parked);
+        let parked = init.and_then(Lease::of_init_is_parked);
         if transaction.is_none() && parked.is_none() && !init.is_some_and(is_under_firn) {
             return Ok(None);
         }

@@ -1,9 +1,9 @@
 //! `firn ps` and `firn status`: the containers under firn, and what is in progress.
 
 pub mod args;
-mod container;
+pub mod container;
 mod gpus;
-mod transaction;
+pub mod transaction;
 
 use std::io::IsTerminal;
 use std::thread::sleep;

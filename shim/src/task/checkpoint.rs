@@ -52,11 +52,12 @@ pub(super) async fn transact(
     container: &Arc<Container>,
     request: &Request,
 ) -> Result<(), TaskError> {
+    let recording = service.begin(Operation::Checkpoint, &container.id);
     let result = match caught(checkpoint::run(container, request, &service.reaper)).await {
         Ok(result) => result,
         Err(_) => Err(checkpoint::rollback_after_panic(container, &service.reaper).await),
     };
-    let result = result.map_err(TaskError::from);
-    service.ended(container, Operation::Checkpoint, &result);
-    result
+    service
+        .ended(container, &recording, result.map_err(TaskError::from))
+        .await
 }

@@ -18,8 +18,10 @@ use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Process, StdioPaths};
 use firn_transaction::create as preparation;
+use firn_transaction::history;
 use firn_transaction::journal::Operation;
 use firn_transaction::options::RuncOptions;
+use firn_transaction::recording::Recording;
 use firn_transaction::recovery;
 use firn_transaction::runc;
 use firn_transaction::stdio::{self, StdioConfig};
@@ -84,6 +86,7 @@ async fn build(
     let bundle = PathBuf::from(&request.bundle);
     let options = options_of_task(request.options.as_ref(), &bundle)?;
     options.save(&bundle)?;
+    history::write_killed(&service.history, &bundle).await;
     recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");
     if !request.rootfs.is_empty() {
@@ -124,6 +127,7 @@ async fn build_mounted(
         address: &service.address,
         namespace: &service.namespace,
     };
+    let recording = checkpoint.map(|_| service.begin(Operation::Restore, &request.id));
     let prepared = preparation::prepare(preparation::Request {
         id: &request.id,
         namespace: &service.namespace,
@@ -134,12 +138,15 @@ async fn build_mounted(
         labels: Box::pin(daemon::labels(&service.address, &service.namespace, &request.id)),
         images: &images,
         cancel,
-    })
-    .await?;
+    });
+    let prepared = match prepared.await {
+        Ok(prepared) => prepared,
+        Err(error) => return Err(refused(service, recording, error.into()).await),
+    };
     if let Some(refusal) = prepared.fallback {
         let code = TaskError::from(refusal).of_firn();
-        let operation = Operation::Restore.name();
-        service.publisher.ended(&request.id, operation, Err(code));
+        let recording = service.begin(Operation::Restore, &request.id);
+        service.note_end(true, &recording, "failed", Err(code)).await;
     }
     let restores = prepared.restore.is_some();
     let stdio = StdioPaths {
@@ -166,6 +173,15 @@ async fn build_mounted(
         run_create(service, &container).await?;
     }
     Ok(container)
+}
+
+/// A restore that is refused is in the history, too.
+async fn refused(service: &Service, recording: Option<Arc<Recording>>, error: TaskError) -> TaskError {
+    if let Some(recording) = recording {
+        let result = Err(error.of_firn());
+        service.note_end(false, &recording, "failed", result).await;
+    }
+    error
 }
 
 /// Publishes the steps of the container's transactions, if they are firn's own.

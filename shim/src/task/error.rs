@@ -17,7 +17,7 @@ use firn_transaction::layer::LayerError;
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
 use firn_transaction::runc::{PidFileError, RuncError, RuntimeMessage};
-use firn_transaction::{cgroup, stdio};
+use firn_transaction::{cgroup, history, stdio};
 
 /// A request that failed.
 #[derive(Debug, thiserror::Error)]
@@ -136,9 +136,7 @@ impl TaskError {
 
     /// firn's code, if it has one: what its text begins with, for clients too.
     pub(super) fn of_firn(&self) -> Option<String> {
-        let text = self.to_string();
-        let (code, _) = text.split_once(':')?;
-        code.starts_with("FIRN-").then(|| code.to_owned())
+        history::code_of(self)
     }
 
     fn code(&self) -> Code {

@@ -39,16 +39,22 @@ pub(crate) use create::INIT_PID;
 pub(crate) use error::TaskError;
 pub(crate) use state::pid_field;
 
+use crate::daemon;
 use crate::events::Publisher;
 use crate::server::Context;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
+use firn_transaction::history::Place;
 use firn_transaction::journal::Operation;
 use firn_transaction::reaper::Reaper;
+use firn_transaction::recording::{self, Call, Recording};
 
 /// SIGKILL as the protocol numbers signals.
 const SIGKILL: u32 = 9;
+
+/// What a client has sent of its trace: containerd 2 does so where it is configured.
+const TRACE: &str = "traceparent";
 
 /// Everything that the verbs share.
 pub(crate) struct Service {
@@ -57,6 +63,8 @@ pub(crate) struct Service {
     address: String,
     reaper: Reaper,
     publisher: Publisher,
+    /// Gets the container's transactions when they have ended.
+    history: Place,
     exits: Exits,
     /// Cancelled to end the shim.
     serving: CancellationToken,
@@ -80,6 +88,7 @@ impl Service {
             address: context.address,
             reaper: context.reaper,
             publisher: context.publisher,
+            history: context.history,
             exits: Exits::default(),
             serving: context.serving,
             containers: Mutex::new(BTreeMap::new()),
@@ -95,12 +104,47 @@ impl Service {
         }
     }
 
-    /// Publishes how a transaction has ended, if it was firn's own.
-    fn ended<T>(&self, container: &Container, operation: Operation, result: &Result<T, TaskError>) {
-        if container.traits.by_firn() {
-            let outcome = result.as_ref().map(drop).map_err(TaskError::of_firn);
-            self.publisher.ended(&container.id, operation.name(), outcome);
-        }
+    /// A transaction begins.
+    fn begin(&self, operation: Operation, container: &str) -> Arc<Recording> {
+        recording::begin(operation, container, &self.namespace)
+    }
+
+    /// Publishes how a transaction has ended, if it was firn's own, and writes it into the history. Returns
+    /// the result.
+    async fn ended<T>(
+        &self,
+        container: &Container,
+        recording: &Recording,
+        result: Result<T, TaskError>,
+    ) -> Result<T, TaskError> {
+        let failure = result.as_ref().err();
+        let outcome = match failure {
+            None => Ok(()),
+            Some(error) => Err(error.of_firn()),
+        };
+        let of = recording.outcome(container, failure.is_none());
+        self.note_end(container.traits.by_firn(), recording, of, outcome)
+            .await;
+        result
+    }
+
+    /// As [`Service::ended`]. Boxed for the reason that `blocking` boxes its work.
+    fn note_end<'a>(
+        &'a self,
+        publishes: bool,
+        recording: &'a Recording,
+        outcome: &'static str,
+        result: Result<(), Option<String>>,
+    ) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
+        Box::pin(async move {
+            let code = result.clone().err().flatten();
+            if publishes {
+                let operation = recording.operation.name();
+                self.publisher.ended(&recording.container, operation, result);
+            }
+            let image = daemon::image(&self.address, &self.namespace, &recording.container).await;
+            recording.end(&self.history, image, outcome, code).await;
+        })
     }
 
     /// Notes that a container which is being made is not wanted any more.
@@ -134,18 +178,22 @@ pub(crate) struct TaskService(pub(crate) Arc<Service>);
 /// Runs a verb to its end whatever becomes of the caller.
 async fn detached<T: Send + 'static>(
     verb: &'static str,
+    call: Arc<Call>,
     work: impl Future<Output = Result<T, TaskError>> + Send + 'static,
 ) -> ttrpc::Result<T> {
     let (send, done) = oneshot::channel();
     // Boxed for the reason that `blocking` boxes its work.
-    let work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move { drop(send.send(work.await)) });
-    let panic = tokio::spawn(work).await;
+    let work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
+        let done = work.await;
+        if let Err(error) = &done {
+            log::info!("{verb}: {}", Chain(error));
+        }
+        drop(send.send(done));
+    });
+    let panic = tokio::spawn(recording::within(call, work)).await;
     match done.await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => {
-            log::info!("{verb}: {}", Chain(&error));
-            Err(error.into())
-        }
+        Ok(Err(error)) => Err(error.into()),
         Err(_) => {
             if let Err(panic) = panic {
                 log::error!("{verb}: {panic}");
@@ -158,13 +206,18 @@ async fn detached<T: Send + 'static>(
     }
 }
 
+fn call(context: &TtrpcContext) -> Arc<Call> {
+    let trace = context.metadata.get(TRACE).and_then(|values| values.first());
+    Call::of(trace.map(String::as_str))
+}
+
 macro_rules! verbs {
     ($($verb:ident($request:ty) -> $response:ty = $function:path;)*) => {
         #[async_trait]
         impl Task for TaskService {
-            $(async fn $verb(&self, _: &TtrpcContext, request: $request) -> ttrpc::Result<$response> {
-                let service = self.0.clone();
-                detached(stringify!($verb), async move { $function(&service, request).await }).await
+            $(async fn $verb(&self, context: &TtrpcContext, request: $request) -> ttrpc::Result<$response> {
+                let (service, call) = (self.0.clone(), call(context));
+                detached(stringify!($verb), call, async move { $function(&service, request).await }).await
             })*
         }
     };

@@ -14,6 +14,7 @@ use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, 
 use firn_transaction::container::{Action, Container, InitState, NotAllowed};
 use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
+use firn_transaction::recording::Recording;
 use tokio::sync::RwLockWriteGuard;
 
 use super::pause::resumed;
@@ -94,8 +95,9 @@ async fn resume(
     wanted: &Wanted,
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Resume)?;
+    let recording = service.begin(Operation::Resume, &container.id);
     let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
-    end(service, container, Operation::Resume, done.ok()).await
+    end(service, container, &recording, done.ok()).await
 }
 
 /// The caller holds the operation lock.
@@ -106,8 +108,9 @@ async fn move_gpus(
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
+    let recording = service.begin(Operation::Move, &container.id);
     let done = caught(Box::pin(park::move_gpus(container, wanted, &service.reaper))).await;
-    let done = end(service, container, Operation::Move, done.ok()).await;
+    let done = end(service, container, &recording, done.ok()).await;
     if container.state() == InitState::Pausing {
         container.set_state(InitState::Running);
     }
@@ -118,7 +121,7 @@ async fn move_gpus(
 async fn end(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    operation: Operation,
+    recording: &Recording,
     done: Option<Result<Resumed, ParkError>>,
 ) -> Result<Empty, TaskError> {
     let done = match done {
@@ -130,8 +133,7 @@ async fn end(
             let empty = resumed(service, container);
             describe(service, container, moved, "").await;
             let done = hook.map(|()| empty).map_err(TaskError::from);
-            service.ended(container, operation, &done);
-            done
+            service.ended(container, recording, done).await
         }
         Err(error) => {
             if container.is_parked() && error.awaited().is_none() {
@@ -140,10 +142,10 @@ async fn end(
             }
             let is_tried_again = error.awaited().is_some();
             let failed = Err(error.into());
-            if !is_tried_again {
-                service.ended(container, operation, &failed);
+            match is_tried_again {
+                true => failed,
+                false => service.ended(container, recording, failed).await,
             }
-            failed
         }
     }
 }

@@ -19,6 +19,7 @@ use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
+use firn_transaction::recording::{self, Call};
 use tokio::sync::oneshot;
 
 use super::{Service, TaskError};
@@ -63,7 +64,7 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
             let done = one(&service, &container, &image, &part.0).await;
             drop(send.send(done.map_err(|error| (container.id.clone(), error))));
         });
-        tokio::spawn(work);
+        tokio::spawn(recording::within(Call::fork(), work));
         tasks.push(done);
     }
     let mut failure: Option<(String, TaskError)> = None;

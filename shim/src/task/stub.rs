@@ -14,6 +14,7 @@ use firn_transaction::cancel::CancellationToken;
 use firn_transaction::cgroup::Cgroup;
 use firn_transaction::cgroup::testing::{LIMIT, fake};
 use firn_transaction::container::{Container, ContainerTraits, InitState, Owner, Process, StdioPaths};
+use firn_transaction::history::Place;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::runc::Runc;
@@ -49,14 +50,15 @@ impl Stub {
     pub(super) async fn start() -> Self {
         let (publisher, events) = Published::new();
         let reaper = Reaper::start().unwrap();
+        let dir = TempDir::new().unwrap();
         let service = Service::start(Context {
             namespace: "default".to_owned(),
             address: String::new(),
             reaper: reaper.clone(),
             publisher,
+            history: Place::new(dir.path().join("history")),
             serving: CancellationToken::default(),
         });
-        let dir = TempDir::new().unwrap();
         // Options of the runtime itself come first.
         let script = format!(
             "#!/bin/sh\ncd {} && shift 6 && echo \"$*\" >>calls && pid=$(cat pid)\n[ ! -e $1 ] || . ./$1\n",

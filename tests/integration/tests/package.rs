@@ -275,11 +275,55 @@ fn manual_pages_render_without_warnings() -> Result<()> {
     Ok(())
 }
 
+/// The services with the metrics work as hardened as they are, and go with the package.
+fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
+    on([host(platform, "pk-m", 1)?], |[host]| {
+        let node = host.node();
+        install(node)?;
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(2)?;
+        job.checkpoint("checkpoint/job")?;
+        let expected = "kind=\"checkpoint\",outcome=\"done\",code=\"\"} 1";
+        node.run(&["systemctl", "enable", "--now", "firn-metrics.service"])?;
+        let scrape = "exec 3<>/dev/tcp/127.0.0.1/9709 && \
+                      printf 'GET /metrics HTTP/1.1\\r\\nHost: node\\r\\n\\r\\n' >&3 && cat <&3";
+        let scraped = wait_for("the server", LIMIT, || {
+            Ok(node.run(&["bash", "-c", scrape]).ok().map(|output| output.stdout))
+        })?;
+        let has = |text: &str| text.contains("firn_transactions_total{") && text.contains(expected);
+        ensure!(has(&scraped), "{scraped}");
+        ensure!(
+            scraped.contains("firn_gpu_containers{state=\"running\"} 1"),
+            "{scraped}"
+        );
+        let dir = "/var/lib/prometheus/node-exporter";
+        node.run(&["mkdir", "-p", dir])?;
+        node.run(&["systemctl", "enable", "--now", "firn-textfile.timer"])?;
+        let file = format!("{dir}/firn.prom");
+        let written = wait_for("the file", LIMIT, || Ok(node.read(&file).ok()))?;
+        ensure!(has(&written), "{written}");
+        job.remove()?;
+        wait_for("the shim's end", LIMIT, || {
+            Ok((host.shims().count() == 0).then_some(()))
+        })?;
+        node.run(&["dpkg", "--purge", "firn"])?;
+        let left = "find /etc/systemd /usr/lib/systemd -name 'firn-[cmt]*'; ls /var/lib/firn/history 2>&1; \
+                    pgrep -x firn";
+        let left = node.run(&["sh", "-c", &format!("{left}; true")])?.stdout;
+        ensure!(
+            left.contains("No such file") && left.lines().count() == 1,
+            "{left}"
+        );
+        Ok(())
+    })
+}
+
 fn main() -> ExitCode {
     let cases = cases! {
         a_job_moves_between_nodes_with_the_package [FORKY, TRIXIE_V2];
         the_commands_of_the_readme_move_a_job [NOBLE_V2];
         systemd_keeps_the_cdi_file_fresh [FORKY_SYSTEMD, TRIXIE_SYSTEMD];
+        systemd_serves_and_writes_metrics [FORKY_SYSTEMD];
     };
     let pages = matrix::without_node(
         "manual_pages_render_without_warnings",

@@ -303,6 +303,7 @@ impl effects::Gpu for ContainerEffects<'_> {
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        self.journal.show(Phase::GpuUnlock);
         unless_cancelled(&self.cancel, self.gpu.unlock(pids)).await?;
         self.timings.mark(Phase::GpuUnlock);
         Ok(())
@@ -464,6 +465,7 @@ impl Dump for ContainerEffects<'_> {
         let copied = self.dump_memory().await?;
         self.log_saved(copied.memory.as_ref());
         self.close_connections().await?;
+        self.journal.show(Phase::Manifest);
         self.write_manifest(described, copied).await?;
         self.timings.mark(Phase::Manifest);
         self.meet().await?;

@@ -8,7 +8,6 @@ use firn_gpu::protocol::GpuMemory;
 use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::{CheckpointError, EffectError, EndError};
-use super::job;
 use super::phases::{Begun, Checkpointed, Failure};
 use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
@@ -21,6 +20,7 @@ use crate::journal::{self, Journal, Operation, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
+use crate::recording;
 use crate::timings::PhaseTimings;
 
 pub(super) async fn run(
@@ -36,7 +36,7 @@ pub(super) async fn run(
     let timings = PhaseTimings::begin("checkpoint", &container.id);
     let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
         .map_err(CheckpointError::Program)?;
-    let checkpoint = job::new_id();
+    let checkpoint = recording::new_id();
     let begin = request.begin(container, was_frozen, checkpoint.clone());
     let journal = Journal::begin(&container.bundle, begin)
         .await

@@ -15,12 +15,6 @@ use crate::phase::Phase;
 use crate::reaper::Reaper;
 use crate::warn::{OrWarn, configured};
 
-/// A random id for a checkpoint.
-pub(super) fn new_id() -> String {
-    let id = std::fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap_or_default();
-    id.trim().to_owned()
-}
-
 impl ContainerEffects<'_> {
     /// Calls the hook `prepare`. It runs also in a container that the client has paused, as every client does
     /// for a checkpoint; afterwards the freezer is as it was found.

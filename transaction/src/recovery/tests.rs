@@ -53,6 +53,8 @@ fn begin(image: &Path, work: &Path, ours: bool) -> Begin {
 
 fn record(work: &Path, children: Vec<ChildProcess>) -> Record {
     Record {
+        origin: None,
+        entered_at: Vec::new(),
         shim: 0,
         begun: 0,
         entered: 0,

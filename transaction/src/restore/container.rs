@@ -142,6 +142,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
+        self.restore.bounds.journal.show(Phase::GpuUnlock);
         unless_cancelled(self.restore.bounds, self.driver.unlock(pids)).await?;
         self.timings.mark(Phase::GpuUnlock);
         Ok(())
@@ -201,6 +202,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 
     async fn compare(&mut self) -> Result<(), Cause> {
+        self.restore.bounds.journal.show(Phase::Compare);
         let init = read_pid(self.restore.pid_file)?;
         let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
         let (cgroup, pids) = unless_cancelled(self.restore.bounds, compared).await?;
@@ -231,6 +233,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let Some(stored) = self.gpu.stored.clone() else {
             return Ok(());
         };
+        self.restore.bounds.journal.show(Phase::FillMemory);
         let of = self.tasks()?.pids.clone();
         let pids = unless_cancelled(self.restore.bounds, async {
             Ok::<_, Cause>(blocking(move || outer_pids(&of)).await)

@@ -8,7 +8,7 @@ use std::time::Duration;
 use firn_config::{Config, Keys, Tcp, find_criu_plugin, find_program, names};
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
-use firn_image::manifest::{DumpFlags, Manifest, Memory, Verified};
+use firn_image::manifest::{self, DumpFlags, Manifest, Memory, Verified};
 use firn_image::memory::call::{Request, Stored};
 use firn_oci::criu_config::{self, CriuConfig, Operation};
 use firn_oci::job_hook::{
@@ -88,6 +88,7 @@ impl Preparation<'_> {
             image: image.to_owned(),
             flags: DumpFlags::default(),
             verified: None,
+            bytes: 0,
             plain: PlainPart::default(),
             facts: (has_hooks && any_is_named(&spec))
                 .then(|| job_hook::facts(JobHook::Restored, checkpoint, image)),
@@ -107,6 +108,7 @@ impl Preparation<'_> {
         compare::image(bundle, image, self.reaper).await?;
         if let Some((manifest, verified)) = manifest {
             prepared.flags = manifest.dump;
+            prepared.bytes = manifest::size(&manifest.images, manifest.bulk.as_ref());
             prepared.verified = Some(Arc::new(verified));
         }
         Ok(prepared)

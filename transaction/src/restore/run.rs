@@ -24,6 +24,7 @@ use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
+use crate::recording;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, UnfitRuntime, read_pid};
 use crate::warn::{OrWarn, configured};
@@ -117,6 +118,9 @@ async fn begin_journal(
     work: &Path,
     cancel: &CancellationToken,
 ) -> Result<Journal, RestoreError> {
+    if let Some(recording) = recording::current() {
+        recording.image_bytes(prepared.bytes);
+    }
     let begin = Begin {
         op: Operation::Restore,
         container: container.id.clone(),

@@ -92,6 +92,7 @@ pub(super) fn prepared(image: &Path) -> PreparedRestore {
         image: image.to_owned(),
         flags: DumpFlags::default(),
         verified: None,
+        bytes: 0,
         plain: PlainPart::default(),
         gpu: None,
     }

@@ -161,11 +161,13 @@ const PAGES: &[Story] = &[
             Do(operated),
             A(1),
             Left(2, "needs a checkpoint that lasts; the suite listing watches one"),
-            Left(3, "needs journald"),
+            A(3),
+            Left(4, "needs systemd; the suite package enables them"),
+            Left(5, "needs journald"),
             Do(paused),
-            A(4),
+            A(6),
             Do(a_counts),
-            A(5),
+            A(7),
         ],
         replace: &[
             (

@@ -27,7 +27,16 @@ pub fn containerd_shows_the_phases(platform: Platform) -> Result<()> {
         let job = job(host, &[])?;
         let mut events = host.watch_events()?;
         job.checkpoint("checkpoint/first")?;
-        let phases = ["gpu-lock", "gpu-checkpoint", "criu-dump", "gpu-restore", "done"];
+        let phases = [
+            "gpu-lock",
+            "gpu-checkpoint",
+            "criu-dump",
+            "copy-memory",
+            "manifest",
+            "gpu-restore",
+            "gpu-unlock",
+            "done",
+        ];
         let lines = events.until("\"event\":\"done\"")?;
         follow_each_other(&lines, "/firn/checkpoint", &phases)?;
 
@@ -43,7 +52,16 @@ pub fn containerd_shows_the_phases(platform: Platform) -> Result<()> {
         host.idle()?;
 
         let (copy, _) = Container::restore(host, "job", "checkpoint/first", 1)?;
-        let phases = ["criu-restore", "dev-repair", "gpu-restore", "continue", "done"];
+        let phases = [
+            "criu-restore",
+            "compare",
+            "dev-repair",
+            "fill-memory",
+            "gpu-restore",
+            "gpu-unlock",
+            "continue",
+            "done",
+        ];
         let lines = events.until("/firn/restore {\"event\":\"done\"")?;
         follow_each_other(&lines, "/firn/restore", &phases)?;
         // Everything else is there as before.

@@ -119,6 +119,7 @@ impl ContainerEffects<'_> {
             let Some(copying) = copying.take() else {
                 return Ok(Copied::default());
             };
+            self.journal.show(Phase::CopyMemory);
             let image = self.request.image.clone();
             let copied = match saved {
                 Ok(saved) => copying.rest(image.inside(), saved).await,

@@ -11,7 +11,7 @@ use super::copying::Copied;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
 use crate::parked::Parked;
-use crate::{look, procfs};
+use crate::{look, procfs, recording};
 
 impl ContainerEffects<'_> {
     /// The processes for the manifest. Read before the dump, because they may have gone when the image is
@@ -82,6 +82,9 @@ impl ContainerEffects<'_> {
         let image = self.request.image.clone();
         let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
         let images = describe(&image, copied.files, limit, cancel).await?;
+        if let Some(recording) = recording::current() {
+            recording.image_bytes(manifest::size(&images, copied.memory.as_ref()));
+        }
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
             for (mount, used) in mounts.iter_mut().zip(used) {

@@ -25,11 +25,11 @@ pub use error::{GrantChangeError, ParkError};
 pub use resume::{Moved, Resumed, Wanted, move_gpus, resume};
 pub use wait::Wait;
 
+use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::EffectError;
 use super::phases::{self, Failure};
 use super::plain::RESET;
-use super::{Request, job};
 use crate::blocking::blocking;
 use crate::cancel::TransactionGuard;
 use crate::cgroup::FreezerState;
@@ -40,6 +40,7 @@ use crate::lease::Lease;
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
+use crate::recording;
 use crate::timings::PhaseTimings;
 use crate::warn::OrWarn;
 
@@ -207,7 +208,7 @@ impl<'c> Ground<'c> {
         let config = Config::load(Keys::PAUSE)?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let was_frozen = container.cgroup()?.freezer_state()? != FreezerState::Thawed;
-        let id = id.unwrap_or_else(job::new_id);
+        let id = id.unwrap_or_else(recording::new_id);
         let begin = Begin {
             op: operation,
             container: container.id.clone(),

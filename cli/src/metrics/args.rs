@@ -1,0 +1,36 @@
+//! The command line of `firn metrics`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use firn_config::names;
+
+/// Print the metrics of this node's transactions and containers, as Prometheus reads them.
+///
+/// Counts and durations come from the history of the node, which never counts backwards; what goes on comes
+/// from the containers. Without an option the metrics are printed. The units firn-metrics.service and
+/// firn-textfile.timer of the package do the other two.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  firn metrics\n  firn metrics --listen\n  \
+                  firn metrics --textfile /var/lib/prometheus/node-exporter/firn.prom\n\n\
+                  Exit status: 0 done, 1 failed, 2 wrong usage.")]
+pub struct MetricsArgs {
+    /// Serve them over HTTP under /metrics, until SIGTERM.
+    #[arg(
+        long,
+        value_name = "ADDR",
+        num_args = 0..=1,
+        default_missing_value = "127.0.0.1:9709",
+        conflicts_with = "textfile"
+    )]
+    pub listen: Option<SocketAddr>,
+    /// Write them to a file for node_exporter's textfile collector. Its readers see the old one or the new.
+    #[arg(long, value_name = "FILE.prom")]
+    pub textfile: Option<PathBuf>,
+    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    pub state: PathBuf,
+    /// Directory of the history.
+    #[arg(long, value_name = "DIR", default_value = names::HISTORY)]
+    pub dir: PathBuf,
+}

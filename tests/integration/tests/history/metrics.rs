@@ -1,0 +1,129 @@
+//! The metrics, as Prometheus and node_exporter get them.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+
+use anyhow::{Context, Result, ensure};
+use firn_lab::{Container, GpuHost, failure, on};
+use firn_node::{Platform, wait_for};
+
+use super::network::request;
+use super::{LIMIT, host};
+
+const FILE: &str = "/var/lib/textfile/firn.prom";
+
+/// Whether the text has this sample. Its labels may be in another order.
+pub fn has(metrics: &str, sample: &str) -> bool {
+    let parts = |line: &str| -> Option<(String, BTreeSet<String>, String)> {
+        let (head, value) = line.rsplit_once(' ')?;
+        let (name, labels) = head.trim_end_matches('}').split_once('{').unwrap_or((head, ""));
+        let labels = labels.split(',').map(str::to_owned).collect();
+        Some((name.to_owned(), labels, value.to_owned()))
+    };
+    let wanted = parts(sample);
+    metrics
+        .lines()
+        .any(|line| !line.starts_with('#') && parts(line) == wanted)
+}
+
+pub fn metrics_are_scraped_and_written(platform: Platform) -> Result<()> {
+    on([host(platform, "hi-metrics", 1)?], |[host]| {
+        let job = Container::count_with(
+            host,
+            "job",
+            &["0"],
+            1,
+            &["--annotation", "firn.dev/pause=release-gpu"],
+            &[],
+        )?;
+        job.goes_on(3)?;
+        let address: SocketAddr = "127.0.0.1:9709".parse()?;
+        let mut server = host.node().spawn(&["firn", "metrics", "--listen"])?;
+        let scrape = || request(host, address, "GET /metrics HTTP/1.1");
+        let first = wait_for("the server", LIMIT, || Ok(scrape().ok()))?;
+        ensure!(has(&first, "firn_gpu_containers{state=\"running\"} 1"), "{first}");
+        ensure!(!first.contains("firn_transactions_total"), "{first}");
+        job.task(&["pause"])?;
+        let parked = scrape()?;
+        let (head, text) = parked.split_once("\r\n\r\n").context("no head")?;
+        ensure!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
+        ensure!(
+            head.to_lowercase()
+                .contains("content-type: text/plain; version=0.0.4"),
+            "{head}"
+        );
+        for sample in [
+            "firn_gpu_containers{state=\"parked\"} 1",
+            "firn_gpu_containers{state=\"running\"} 0",
+            "firn_transactions_total{kind=\"pause\",outcome=\"done\",code=\"\"} 1",
+            "firn_transaction_duration_seconds_count{kind=\"pause\"} 1",
+            "firn_transaction_phase_duration_seconds_count{kind=\"pause\",phase=\"gpu-checkpoint\"} 1",
+            "firn_transactions_running 0",
+        ] {
+            ensure!(has(text, sample), "no {sample} in\n{text}");
+        }
+        refused(host, address)?;
+        written(host)?;
+        job.task(&["resume"])?;
+        let resumed = scrape()?;
+        ensure!(
+            has(&resumed, "firn_gpu_containers{state=\"running\"} 1"),
+            "{resumed}"
+        );
+        host.node().run(&["kill", &server_pid(host)?])?;
+        ensure!(server.wait()?.success(), "SIGTERM is no failure");
+        ensure!(scrape().is_err(), "it serves still");
+        job.remove()
+    })
+}
+
+fn server_pid(host: &GpuHost) -> Result<String> {
+    let is_server = |args: &[String]| args.iter().any(|word| word == "--listen");
+    let processes = host.node().processes();
+    let server = processes.iter().find(|process| is_server(&process.args));
+    Ok(server.context("no server")?.pid.to_string())
+}
+
+/// Nothing else has an answer.
+fn refused(host: &GpuHost, address: SocketAddr) -> Result<()> {
+    for (head, status) in [
+        ("GET / HTTP/1.1", "404"),
+        ("GET /metrics/../../etc/passwd HTTP/1.1", "404"),
+        ("POST /metrics HTTP/1.1", "405"),
+        ("GET /metrics", "400"),
+    ] {
+        let answer = request(host, address, head)?;
+        let line = answer.lines().next().unwrap_or_default();
+        ensure!(line.contains(&format!(" {status} ")), "{head}: {answer}");
+    }
+    Ok(())
+}
+
+/// The file for node_exporter is whole, for everybody to read, and alone.
+fn written(host: &GpuHost) -> Result<()> {
+    let node = host.node();
+    node.run(&["mkdir", "/var/lib/textfile"])?;
+    for _ in 0..2 {
+        node.run(&["firn", "metrics", "--textfile", FILE])?;
+        let text = node.read(FILE)?;
+        ensure!(
+            text.ends_with('\n') && has(&text, "firn_gpu_containers{state=\"parked\"} 1"),
+            "{text}"
+        );
+        ensure!(
+            node.path(FILE).metadata()?.mode() & 0o777 == 0o644,
+            "not for node_exporter to read"
+        );
+        ensure!(
+            node.path("/var/lib/textfile").read_dir()?.count() == 1,
+            "another file is left"
+        );
+    }
+    let other = failure(node.run(&["firn", "metrics", "--textfile", "/var/lib/textfile/firn.txt"]))?;
+    ensure!(
+        other.contains("hint: name it /var/lib/textfile/firn.prom"),
+        "{other}"
+    );
+    Ok(())
+}

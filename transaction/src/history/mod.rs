@@ -1,0 +1,155 @@
+//! The history of the node's transactions: a line of JSON for each that has ended, in a file of bounded size.
+//!
+//! It is written when a transaction has ended, by its shim or by firn-runc, and read by `firn`. What cannot
+//! be written is logged: no transaction fails for its history. It has no paths, messages or environments.
+
+mod file;
+mod totals;
+
+use std::fmt::Display;
+use std::path::Path;
+use std::time::Duration;
+
+use firn_host::{Rfc3339, clock};
+use serde::{Deserialize, Serialize};
+
+pub use file::{History, LIMIT, Place};
+pub use totals::{BUCKETS, Durations, Totals};
+
+use crate::blocking::blocking;
+use crate::journal::{Record, TraceParent};
+use crate::warn::OrWarn;
+
+/// How long the file system of the history may take.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A transaction that has ended.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Entry {
+    /// When it began, UTC.
+    pub time: String,
+    /// The same in milliseconds since 1970.
+    pub at: u64,
+    /// Random id, as in the log.
+    pub id: String,
+    /// The operation: `checkpoint`, `restore`, `pause`, `resume`, `move`.
+    pub kind: String,
+    pub container: String,
+    /// containerd's namespace; empty for firn-runc.
+    pub namespace: String,
+    /// The container's image, if it is known.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub image: String,
+    /// `done`, `failed`, `ended` (with its container), `suspended`, `killed` (with its shim).
+    pub outcome: String,
+    /// FIRN code of the error; empty if it has none.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub code: String,
+    /// How long all of it took.
+    pub ms: f64,
+    pub phases: Vec<PhaseTime>,
+    /// GPU memory that the driver has copied.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub gpu_bytes: u64,
+    /// Size of the image, with what is in a store.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub image_bytes: u64,
+    /// The span of the client that has called for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<TraceParent>,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+/// A phase of a transaction.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PhaseTime {
+    pub name: String,
+    /// When it began, after the transaction's begin.
+    pub at_ms: f64,
+    pub ms: f64,
+    /// It is the phase that has failed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub failed: bool,
+}
+
+impl Entry {
+    /// Whether the client got what it wanted.
+    pub fn is_done(&self) -> bool {
+        self.outcome == "done"
+    }
+
+    /// Of a transaction whose shim was killed, by its journal.
+    fn of_killed(record: &Record) -> Option<Self> {
+        let origin = record.origin.clone()?;
+        let after = |at: u64| millis(Duration::from_millis(at.saturating_sub(record.begun)));
+        let now = clock::now();
+        let ends = record.entered_at.iter().skip(1).map(|(_, at)| *at).chain([now]);
+        let last = record.entered_at.len().saturating_sub(1);
+        let phases = record.entered_at.iter().zip(ends).enumerate();
+        let phases = phases.map(|(nth, ((phase, from), to))| PhaseTime {
+            name: phase.name().to_owned(),
+            at_ms: after(*from),
+            ms: millis(Duration::from_millis(to.saturating_sub(*from))),
+            failed: nth == last,
+        });
+        Some(Self {
+            time: time(record.begun),
+            at: record.begun,
+            id: origin.id,
+            kind: record.begin.op.name().to_owned(),
+            container: record.begin.container.clone(),
+            namespace: origin.namespace,
+            outcome: "killed".to_owned(),
+            ms: after(now),
+            phases: phases.collect(),
+            gpu_bytes: record.memory.values().sum(),
+            trace: origin.trace,
+            ..Self::default()
+        })
+    }
+}
+
+/// The code that the text of an error begins with, if it has one.
+pub fn code_of(error: &impl Display) -> Option<String> {
+    let text = error.to_string();
+    let (code, _) = text.split_once(':')?;
+    code.starts_with("FIRN-").then(|| code.to_owned())
+}
+
+pub(crate) fn millis(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
+}
+
+/// A time in milliseconds since 1970 as text.
+pub(crate) fn time(at: u64) -> String {
+    Rfc3339(Duration::from_millis(at)).to_string()
+}
+
+/// Appends an entry. Waits no longer than [`PATIENCE`].
+pub(crate) async fn write(place: &Place, entry: Entry) {
+    let (at, id) = (place.clone(), entry.id.clone());
+    let appended = blocking(move || at.append(&entry));
+    match tokio::time::timeout(PATIENCE, appended).await {
+        Ok(done) => drop(done.or_warn(format_args!("cannot write {id} into the history"))),
+        Err(_) => log::warn!("cannot write {id} into the history within {PATIENCE:?}"),
+    }
+}
+
+/// Writes the transaction of the container in `bundle` whose shim was killed; once, however often it is
+/// called.
+pub async fn write_killed(place: &Place, bundle: &Path) {
+    let record = Record::read(bundle).ok().flatten();
+    let killed = record.filter(|record| record.outcome.is_none());
+    if let Some(entry) = killed.as_ref().and_then(Entry::of_killed) {
+        write(place, entry).await;
+    }
+}
+
+#[cfg(test)]
+mod tests;

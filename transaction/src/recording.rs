@@ -1,0 +1,233 @@
+//! Which transaction the code at hand works for: log lines name it, its phases are measured for the history,
+//! and its journal states who began it.
+//!
+//! A call of a client runs [`within`] a [`Call`]; blocking work that it starts does, too. Code outside of any
+//! call, such as unit tests of a phase, finds none and goes on.
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use firn_host::clock;
+
+use crate::container::{Container, InitState};
+use crate::history::{self, Entry, PhaseTime, Place};
+use crate::journal::{Operation, Origin, Record, TraceParent};
+use crate::panics::lock;
+use crate::phase::Phase;
+use crate::procfs;
+
+tokio::task_local! {
+    static CALL: Arc<Call>;
+}
+
+/// More phases than a transaction has.
+const PHASES: usize = 64;
+
+/// A call of a client.
+#[derive(Debug, Default)]
+pub struct Call {
+    trace: Option<TraceParent>,
+    current: Mutex<Option<Arc<Recording>>>,
+}
+
+impl Call {
+    /// `traceparent` is what the client has sent of its trace, in the form of the W3C.
+    pub fn of(traceparent: Option<&str>) -> Arc<Self> {
+        Arc::new(Self {
+            trace: traceparent.and_then(TraceParent::parse),
+            current: Mutex::default(),
+        })
+    }
+
+    /// Another call for the same client.
+    pub fn fork() -> Arc<Self> {
+        let trace = CALL.try_with(|call| call.trace.clone()).ok().flatten();
+        Arc::new(Self {
+            trace,
+            current: Mutex::default(),
+        })
+    }
+}
+
+/// Runs `work` as part of a call.
+pub fn within<T>(call: Arc<Call>, work: impl Future<Output = T>) -> impl Future<Output = T> {
+    CALL.scope(call, work)
+}
+
+/// Runs blocking work on another thread as part of the call that has started it.
+pub(crate) fn inherit<T>(work: impl FnOnce() -> T) -> impl FnOnce() -> T {
+    let call = CALL.try_with(Arc::clone);
+    move || match call {
+        Ok(call) => CALL.sync_scope(call, work),
+        Err(_) => work(),
+    }
+}
+
+/// The transaction of this call; none before it begins.
+pub fn current() -> Option<Arc<Recording>> {
+    CALL.try_with(|call| lock(&call.current).clone()).ok().flatten()
+}
+
+/// A transaction in progress.
+#[derive(Debug)]
+pub struct Recording {
+    pub id: String,
+    pub operation: Operation,
+    pub container: String,
+    namespace: String,
+    trace: Option<TraceParent>,
+    at: u64,
+    begun: Instant,
+    measured: Mutex<Measured>,
+}
+
+#[derive(Debug)]
+struct Measured {
+    phases: Vec<PhaseTime>,
+    /// When the last phase ended.
+    last: Instant,
+    /// The phase that was entered and has not ended.
+    open: Option<Phase>,
+    gpu_bytes: u64,
+    image_bytes: u64,
+}
+
+/// A random id.
+pub(crate) fn new_id() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/uuid").unwrap_or_default();
+    id.trim().to_owned()
+}
+
+/// A transaction begins in this call.
+pub fn begin(operation: Operation, container: &str, namespace: &str) -> Arc<Recording> {
+    let recording = Arc::new(Recording::of(operation, container, namespace));
+    // Outside of a call there is no log line to name it.
+    let _ = CALL.try_with(|call| *lock(&call.current) = Some(recording.clone()));
+    recording
+}
+
+/// This call works for a transaction that another process has begun and not ended.
+pub fn adopt(record: &Record) {
+    let Some(origin) = &record.origin else { return };
+    let of = Recording {
+        id: origin.id.clone(),
+        ..Recording::of(record.begin.op, &record.begin.container, &origin.namespace)
+    };
+    let _ = CALL.try_with(|call| *lock(&call.current) = Some(Arc::new(of)));
+}
+
+impl Measured {
+    fn push(&mut self, begun: Instant, phase: Phase, failed: bool) {
+        let now = Instant::now();
+        if self.phases.len() < PHASES {
+            self.phases.push(PhaseTime {
+                name: phase.name().to_owned(),
+                at_ms: history::millis(self.last.duration_since(begun)),
+                ms: history::millis(now.duration_since(self.last)),
+                failed,
+            });
+        }
+        self.last = now;
+        // A part of the open phase leaves it open.
+        self.open = self.open.filter(|open| *open != phase);
+    }
+}
+
+impl Recording {
+    fn of(operation: Operation, container: &str, namespace: &str) -> Self {
+        let now = Instant::now();
+        Self {
+            id: new_id(),
+            operation,
+            container: container.to_owned(),
+            namespace: namespace.to_owned(),
+            trace: CALL.try_with(|call| call.trace.clone()).ok().flatten(),
+            at: clock::now(),
+            begun: now,
+            measured: Mutex::new(Measured {
+                phases: Vec::new(),
+                last: now,
+                open: None,
+                gpu_bytes: 0,
+                image_bytes: 0,
+            }),
+        }
+    }
+
+    /// As log lines have it.
+    pub fn fields(&self) -> String {
+        format!("container={} transaction={}", self.container, self.id)
+    }
+
+    /// What the journal keeps, for a shim that is killed.
+    pub(crate) fn origin(&self) -> Origin {
+        Origin {
+            id: self.id.clone(),
+            namespace: self.namespace.clone(),
+            trace: self.trace.clone(),
+        }
+    }
+
+    /// `phase` begins. A rollback ends the phase that was open: that one has failed.
+    pub(crate) fn enter(&self, phase: Phase) {
+        let mut measured = lock(&self.measured);
+        match measured.open {
+            Some(open) if phase == Phase::Rollback => measured.push(self.begun, open, true),
+            _ => {}
+        }
+        measured.open = Some(phase);
+    }
+
+    /// `phase` has ended; it has taken the time since the last one.
+    pub(crate) fn mark(&self, phase: Phase) {
+        lock(&self.measured).push(self.begun, phase, false);
+    }
+
+    pub(crate) fn gpu_bytes(&self, bytes: u64) {
+        lock(&self.measured).gpu_bytes = bytes;
+    }
+
+    pub(crate) fn image_bytes(&self, bytes: u64) {
+        lock(&self.measured).image_bytes = bytes;
+    }
+
+    /// What it came to, as the history has it.
+    pub fn outcome(&self, container: &Container, is_done: bool) -> &'static str {
+        match (self.operation, container.state()) {
+            _ if is_done => "done",
+            // Nothing is left of it.
+            (Operation::Restore, _) => "failed",
+            (_, InitState::Suspended) => "suspended",
+            _ if !procfs::is_alive(container.init.pid()) => "ended",
+            _ => "failed",
+        }
+    }
+
+    /// Writes the transaction into the history. `image` is that of the container, if it is known.
+    pub async fn end(&self, place: &Place, image: String, outcome: &'static str, code: Option<String>) {
+        let entry = {
+            let mut measured = lock(&self.measured);
+            if let Some(open) = measured.open {
+                let failed = outcome != "done" && open != Phase::Rollback;
+                measured.push(self.begun, open, failed);
+            }
+            Entry {
+                time: history::time(self.at),
+                at: self.at,
+                id: self.id.clone(),
+                kind: self.operation.name().to_owned(),
+                container: self.container.clone(),
+                namespace: self.namespace.clone(),
+                image,
+                outcome: outcome.to_owned(),
+                code: code.unwrap_or_default(),
+                ms: history::millis(self.begun.elapsed()),
+                phases: measured.phases.clone(),
+                gpu_bytes: measured.gpu_bytes,
+                image_bytes: measured.image_bytes,
+                trace: self.trace.clone(),
+            }
+        };
+        history::write(place, entry).await;
+    }
+}
