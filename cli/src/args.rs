@@ -11,6 +11,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
 use crate::containerd::Socket;
+use crate::cri::args::CriPodsArgs;
 use crate::install::args::{InstallArgs, UninstallArgs};
 
 use crate::store::args::StoreCommand;
@@ -46,6 +47,7 @@ pub enum Command {
     Uninstall(UninstallArgs),
     Labels(LabelsArgs),
     NodeAgent(NodeAgentArgs),
+    CriPods(CriPodsArgs),
     Completions(CompletionsArgs),
     #[command(hide = true)]
     Man(ManArgs),

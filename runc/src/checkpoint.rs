@@ -46,6 +46,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         empty_namespaces: line.values("empty-ns").map(str::to_owned).collect(),
         meeting: None,
         layer: None,
+        inline: false,
     });
     let done = match request {
         Ok(request) => match caught(checkpoint::run(&container, &request, reaper)).await {
