@@ -12,6 +12,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
 use crate::containerd::Socket;
+use crate::cri::args::CriPodsArgs;
 use crate::history::args::HistoryArgs;
 use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
@@ -58,6 +59,7 @@ pub enum Command {
     Uninstall(UninstallArgs),
     Labels(LabelsArgs),
     NodeAgent(NodeAgentArgs),
+    CriPods(CriPodsArgs),
     Completions(CompletionsArgs),
     #[command(hide = true)]
     Man(ManArgs),

@@ -5,6 +5,7 @@
 //! prost; `()` skips all fields.
 
 mod content;
+mod cri;
 mod events;
 mod images;
 mod leases;
@@ -29,6 +30,7 @@ use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 pub use content::{Content, Descriptor, Image, next};
+pub use cri::Recorded;
 pub use events::{Phase, Phases};
 pub use snapshots::Snapshot;
 pub use tasks::TaskState;

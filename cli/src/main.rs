@@ -1,8 +1,8 @@
 //! firn: checkpoints, restores and moves containers, shows checkpoints, workloads and nodes, writes CDI
 //! files, and cleans the store for the memory of checkpoints.
 //!
-//! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `install`,
-//! `uninstall`, `images prune` and `store` change anything. The driver is reached through `firn-gpu`.
+//! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `cri-pods`,
+//! `install`, `uninstall`, `images prune` and `store` change anything. The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -14,6 +14,7 @@ mod cdi;
 mod checkpoint;
 mod config;
 mod containerd;
+mod cri;
 mod doctor;
 mod drain;
 mod history;
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
         Command::Uninstall(args) => install::uninstall(&args),
         Command::Labels(args) => agent::labels::run(&args),
         Command::NodeAgent(args) => agent::run(&args),
+        Command::CriPods(args) => cri::run(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::pages(&args),
         Command::Cdi(command) => cdi::run(&command),

@@ -45,6 +45,13 @@ pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
 /// `store:NAME`.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
 
+/// In a pod's checkpoint that `firn cri-pods` has made: what the processes of its containers were.
+pub const POD_FILE: &str = "pod.json";
+
+/// Where `firn cri-pods` puts, by names that nobody can guess, links to the checkpoints of the containers
+/// that it has created. `pod:` before such a name in [`ANNOTATION_RESTORE_FROM`] is one.
+pub const POD_CHECKPOINTS: &str = "/run/firn/pods";
+
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
 pub const ANNOTATION_RESTORE_FALLBACK: &str = "firn.dev/restore-fallback";
 
@@ -61,6 +68,9 @@ pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
 
 /// Annotation by containerd's CRI plugin: the name of the container's image.
 pub const ANNOTATION_CRI_IMAGE: &str = "io.kubernetes.cri.image-name";
+
+/// See [`ANNOTATION_CRI_NAMESPACE`]: the id of its sandbox.
+pub const ANNOTATION_CRI_SANDBOX: &str = "io.kubernetes.cri.sandbox-id";
 
 /// Annotation by the kubelet, where the runtime handler passes it on: how often it has started this container
 /// of the pod again.
@@ -103,6 +113,10 @@ pub const ANNOTATION_MOVE_GPU: &str = "firn.dev/move-gpu";
 /// In an update, like [`ANNOTATION_MOVE_GPU`]: the containers of a pod that are to be checkpointed at one
 /// moment, as a JSON object of the image directory of each id.
 pub const ANNOTATION_CHECKPOINT_POD: &str = "firn.dev/checkpoint-pod";
+
+/// In an update: the value of an [`ANNOTATION_CHECKPOINT_POD`] that was sent before. That checkpoint is not
+/// wanted any more, and is rolled back if it is not complete.
+pub const ANNOTATION_WITHDRAW_POD: &str = "firn.dev/withdraw-pod";
 
 /// A value of [`ANNOTATION_MOVE_GPU`]: those that it has.
 pub const SAME_GPUS: &str = "same";

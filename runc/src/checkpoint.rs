@@ -51,6 +51,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         empty_namespaces: line.values("empty-ns").map(str::to_owned).collect(),
         meeting: None,
         layer: None,
+        inline: false,
     });
     let recording = recording::begin(Operation::Checkpoint, id, container::NAMESPACE);
     let done = match request {

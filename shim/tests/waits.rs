@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 
 /// Calls that wait. Those that begin with a dot are methods of any type.
-const WAITS: [&str; 25] = [
+const WAITS: [&str; 26] = [
     "blocking(",
     "stoppable(",
     "stoppable_until(",
@@ -28,6 +28,7 @@ const WAITS: [&str; 25] = [
     ".recv()",
     ".wait()",
     ".cancelled()",
+    ".stopped()",
     ".cancelled_for(",
     ".accept()",
     ".output(",

@@ -1,4 +1,5 @@
-//! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more.
+//! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more. Or
+//! withdraws a checkpoint, which is rolled back then: its container goes on.
 //!
 //! Kill cancels it by [`Slot::cancel`]. The
 //! transaction then stops waiting, kills CRIU first (`runc::run_criu`), which holds the tasks by ptrace, and
@@ -14,6 +15,7 @@ use crate::panics::lock;
 #[derive(Clone, Copy, Default)]
 struct Progress {
     cancelled: bool,
+    withdrawn: bool,
     criu: bool,
 }
 
@@ -38,6 +40,18 @@ impl CancellationToken {
         changed.map(drop).expect("the sender lives in self");
     }
 
+    /// Whether the client wants the checkpoint no more.
+    pub fn is_withdrawn(&self) -> bool {
+        self.0.borrow().withdrawn
+    }
+
+    /// Waits until the transaction is cancelled or withdrawn.
+    pub async fn stopped(&self) {
+        let mut progress = self.0.subscribe();
+        let changed = progress.wait_for(|progress| progress.cancelled || progress.withdrawn);
+        changed.await.map(drop).expect("the sender lives in self");
+    }
+
     /// Waits until the transaction was cancelled this long ago.
     pub async fn cancelled_for(&self, grace: Duration) {
         self.cancelled().await;
@@ -52,6 +66,19 @@ impl CancellationToken {
             tokio::select! {
                 biased;
                 () = self.cancelled() => None,
+                done = work => Some(done),
+            }
+        }
+    }
+
+    /// Waits for `work` that can be left at any point and rolled back; none once the transaction is cancelled
+    /// or withdrawn.
+    pub fn unless_stopped<T>(&self, work: impl Future<Output = T>) -> impl Future<Output = Option<T>> {
+        let work = Box::pin(work);
+        async move {
+            tokio::select! {
+                biased;
+                () = self.stopped() => None,
                 done = work => Some(done),
             }
         }
@@ -97,6 +124,14 @@ impl Slot {
     pub fn cancel(&self) -> Option<CancellationToken> {
         let current = lock(&self.0);
         current.clone().inspect(CancellationToken::cancel)
+    }
+
+    /// Withdraws the checkpoint in progress, if there is one: of what writes its image nothing is awaited any
+    /// more but CRIU, if it has begun.
+    pub fn withdraw(&self) {
+        if let Some(token) = &*lock(&self.0) {
+            token.0.send_modify(|progress| progress.withdrawn = true);
+        }
     }
 
     pub fn is_taken(&self) -> bool {
@@ -183,6 +218,19 @@ mod tests {
         assert!(guard.end(), "the cancellation is not reported");
         assert!(slot.cancel().is_none());
         assert!(!slot.begin().end());
+    }
+
+    #[tokio::test]
+    async fn a_checkpoint_that_is_withdrawn_is_no_killed_container() {
+        let slot = Slot::default();
+        slot.withdraw();
+        let guard = slot.begin();
+        assert!(!guard.cancel.is_withdrawn(), "it was withdrawn before it began");
+        slot.withdraw();
+        assert!(guard.cancel.is_withdrawn() && !guard.cancel.is_cancelled());
+        let never = std::future::pending::<()>();
+        assert_eq!(guard.cancel.unless_stopped(never).await, None);
+        assert_eq!(guard.cancel.unless_cancelled(async { 1 }).await, Some(1));
     }
 
     #[tokio::test]

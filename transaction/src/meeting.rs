@@ -16,6 +16,7 @@ struct Seen {
     /// How often all have joined.
     met: usize,
     given_up: bool,
+    withdrawn: bool,
 }
 
 impl Meeting {
@@ -41,6 +42,18 @@ impl Meeting {
     /// One of them does not join any more: nobody waits for it.
     pub fn give_up(&self) {
         self.seen.send_modify(|seen| seen.given_up = true);
+    }
+
+    /// The client wants no checkpoint any more. Those who have met for the last time do not notice.
+    pub fn withdraw(&self) {
+        self.seen.send_modify(|seen| {
+            seen.given_up = true;
+            seen.withdrawn = true;
+        });
+    }
+
+    pub fn is_withdrawn(&self) -> bool {
+        self.seen.borrow().withdrawn
     }
 }
 

@@ -14,6 +14,7 @@ use serde_json::json;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
+pub use pod::{KIND, annotations};
 pub use source::{Found as SourceFound, OPTIONS, Source};
 
 use crate::args::checkpoint::CheckpointArgs;

@@ -22,7 +22,7 @@ use crate::output::{self, line};
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
-const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
+pub const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
 
 /// Why there are no checkpoints of a pod.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -156,7 +156,7 @@ async fn containers(containerd: &Containerd, pod: &str) -> Result<BTreeMap<Strin
 }
 
 /// Those of the container's spec.
-fn annotations(container: &Container) -> BTreeMap<String, String> {
+pub fn annotations(container: &Container) -> BTreeMap<String, String> {
     #[derive(Default, Deserialize)]
     struct Annotated {
         #[serde(default)]

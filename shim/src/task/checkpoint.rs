@@ -40,6 +40,7 @@ pub(super) async fn checkpoint(
         empty_namespaces: options.empty_namespaces,
         meeting: None,
         layer: None,
+        inline: false,
     };
     transact(service, &container, &request)
         .await

@@ -69,6 +69,8 @@ pub(crate) struct Service {
     /// Cancelled to end the shim.
     serving: CancellationToken,
     containers: Mutex<BTreeMap<String, Slot>>,
+    /// Checkpoints of several containers that are in progress.
+    pods: Mutex<Vec<Arc<pod::Progress>>>,
 }
 
 /// A container id that is in use.
@@ -92,6 +94,7 @@ impl Service {
             exits: Exits::default(),
             serving: context.serving,
             containers: Mutex::new(BTreeMap::new()),
+            pods: Mutex::default(),
         });
         tokio::spawn(exit::handle_all(service.clone(), service.reaper.subscribe()));
         service

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use containerd_shim_protos::api::Empty;
@@ -19,6 +19,7 @@ use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
+use firn_transaction::panics::lock;
 use firn_transaction::recording::{self, Call};
 use tokio::sync::oneshot;
 
@@ -30,9 +31,37 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The image directory of each container.
 type Images = BTreeMap<String, PathBuf>;
 
+/// A checkpoint in progress.
+pub(super) struct Progress {
+    images: Images,
+    /// The images have all memory in them.
+    inline: bool,
+    meeting: Arc<Meeting>,
+    /// The containers whose operation lock it holds.
+    held: Mutex<BTreeMap<String, Arc<Container>>>,
+}
+
 /// What the annotations of an update want to be checkpointed; none if they name nothing.
 pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Images>, TaskError> {
-    let Some(text) = annotations.get(names::ANNOTATION_CHECKPOINT_POD) else {
+    named(annotations, names::ANNOTATION_CHECKPOINT_POD)
+}
+
+/// The checkpoint that its client wants no more; none if the annotations name none.
+pub(super) fn withdrawn(annotations: &HashMap<String, String>) -> Result<Option<Images>, TaskError> {
+    named(annotations, names::ANNOTATION_WITHDRAW_POD)
+}
+
+/// Whether the annotations of an update want all memory in the images.
+pub(super) fn inline(annotations: &HashMap<String, String>) -> Result<bool, TaskError> {
+    match annotations.get(names::ANNOTATION_BULK).map(String::as_str) {
+        None => Ok(false),
+        Some("inline") => Ok(true),
+        Some(_) => Err(TaskError::PodSetting),
+    }
+}
+
+fn named(annotations: &HashMap<String, String>, key: &str) -> Result<Option<Images>, TaskError> {
+    let Some(text) = annotations.get(key) else {
         return Ok(None);
     };
     let images: Option<Images> = serde_json::from_str(text).ok();
@@ -50,14 +79,47 @@ pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Ima
     images.map(Some).ok_or(TaskError::PodSetting)
 }
 
+/// Withdraws a checkpoint. One whose images are complete, or that is over, is left as it is.
+pub(super) fn withdraw(service: &Service, images: &Images) -> Empty {
+    let pods = lock(&service.pods).clone();
+    for progress in pods.iter().filter(|progress| progress.images == *images) {
+        // Order matters: who begins after it has been looked at finds that nobody meets.
+        progress.meeting.withdraw();
+        for container in lock(&progress.held).values() {
+            container.transaction.withdraw();
+        }
+    }
+    Empty::default()
+}
+
 /// Checkpoints these containers, which go on.
-pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result<Empty, TaskError> {
+pub(super) async fn checkpoint(
+    service: &Arc<Service>,
+    images: Images,
+    inline: bool,
+) -> Result<Empty, TaskError> {
     let containers = images.keys().map(|id| service.container(id));
     let containers = containers.collect::<Result<Vec<_>, _>>()?;
-    let meeting = Arc::new(Meeting::of(containers.len()));
+    let progress = Arc::new(Progress {
+        meeting: Arc::new(Meeting::of(containers.len())),
+        images,
+        inline,
+        held: Mutex::default(),
+    });
+    lock(&service.pods).push(progress.clone());
+    let done = at_one_moment(service, containers, &progress).await;
+    lock(&service.pods).retain(|other| !Arc::ptr_eq(other, &progress));
+    done.map(|()| Empty::default())
+}
+
+async fn at_one_moment(
+    service: &Arc<Service>,
+    containers: Vec<Arc<Container>>,
+    progress: &Arc<Progress>,
+) -> Result<(), TaskError> {
     let mut tasks = Vec::new();
-    for (container, image) in containers.into_iter().zip(images.into_values()) {
-        let (service, part) = (service.clone(), Part(meeting.clone()));
+    for (container, image) in containers.into_iter().zip(progress.images.values().cloned()) {
+        let (service, part) = (service.clone(), Part(progress.clone()));
         let (send, done) = oneshot::channel();
         // Boxed as in `detached`.
         let work: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
@@ -82,7 +144,7 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
         }
     }
     match failure {
-        None => Ok(Empty::default()),
+        None => Ok(()),
         Some((id, cause)) => Err(TaskError::Pod {
             id,
             cause: Box::new(cause),
@@ -90,12 +152,21 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
     }
 }
 
-/// Somebody who takes part in a meeting. Whatever ends it, nobody waits for it any more.
-struct Part(Arc<Meeting>);
+/// Somebody who takes part in a checkpoint. Whatever ends it, nobody waits for it any more.
+struct Part(Arc<Progress>);
 
 impl Drop for Part {
     fn drop(&mut self) {
-        self.0.give_up();
+        self.0.meeting.give_up();
+    }
+}
+
+/// The operation lock of a container is held.
+struct Held<'a>(&'a Progress, &'a str);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.held).remove(self.1);
     }
 }
 
@@ -104,7 +175,7 @@ async fn one(
     service: &Arc<Service>,
     container: &Arc<Container>,
     path: &Path,
-    meeting: &Arc<Meeting>,
+    progress: &Arc<Progress>,
 ) -> Result<(), TaskError> {
     let found = ImageDir::find(path, !container.traits.by_firn()).await;
     let operation = tokio::time::timeout(PATIENCE, container.operation.write());
@@ -112,6 +183,9 @@ async fn one(
         id: container.id.clone(),
         waited: PATIENCE,
     })?;
+    // Order matters: dropped before the lock, after which another operation may have a transaction.
+    let _held = Held(progress, &container.id);
+    lock(&progress.held).insert(container.id.clone(), container.clone());
     container.admit(Action::Checkpoint)?;
     let layer = path.with_file_name(names::ARCHIVE_LAYER);
     layer::expect_none(&layer).await?;
@@ -122,8 +196,9 @@ async fn one(
         exit: false,
         flags: DumpFlags::default(),
         empty_namespaces: Vec::new(),
-        meeting: Some(meeting.clone()),
+        meeting: Some(progress.meeting.clone()),
         layer: Some(layer.clone()),
+        inline: progress.inline,
     };
     let done = super::checkpoint::transact(service, container, &request).await;
     let keeps_image =

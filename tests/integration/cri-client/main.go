@@ -1,11 +1,12 @@
 // Command cri-client calls containerd's CRI services as the kubelet does. Everything that a request can hold can be
 // JSON, because request and answer are the JSON form of the protocol's own messages.
 //
-//	cri-client METHOD            request on standard input, answer on standard output
+//	cri-client METHOD            request on standard input, answer on standard output; a stream has a line per answer
 //	cri-client stream URL        what Exec and Attach have answered with: standard input and output are the container's
 //	cri-client registry BLOBS    serves the blobs of a content store as an image registry on port 80 of the node
 //
-// A refusal is printed on standard error as "Code: message", with exit code 1.
+// A refusal is printed on standard error as "Code: message", with exit code 1. CRI_ENDPOINT in the environment names
+// another socket, CRI_TIMEOUT another deadline (Go's form; 0 sets none).
 package main
 
 import (
@@ -32,8 +33,16 @@ import (
 
 const (
 	endpoint = "unix:///run/containerd/containerd.sock"
-	limit    = 2 * time.Minute
+	limit    = "2m"
 )
+
+// set returns a variable of the environment or what it is without one.
+func set(name, otherwise string) string {
+	if value, is := os.LookupEnv(name); is {
+		return value
+	}
+	return otherwise
+}
 
 func main() {
 	var err error
@@ -72,14 +81,25 @@ func call(name string) error {
 	if err := protojson.Unmarshal(input, request); err != nil {
 		return err
 	}
-	daemon, err := grpc.NewClient(endpoint, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	daemon, err := grpc.NewClient(set("CRI_ENDPOINT", endpoint), grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return err
 	}
 	defer daemon.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
+	deadline, err := time.ParseDuration(set("CRI_TIMEOUT", limit))
+	if err != nil {
+		return err
+	}
+	ctx := context.Background()
+	if deadline > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, deadline)
+		defer cancel()
+	}
 	path := fmt.Sprintf("/%s/%s", method.Parent().FullName(), method.Name())
+	if method.IsStreamingServer() {
+		return follow(ctx, daemon, path, request, answer)
+	}
 	if err := daemon.Invoke(ctx, path, request, answer); err != nil {
 		return err
 	}
@@ -90,6 +110,32 @@ func call(name string) error {
 	}
 	_, err = os.Stdout.Write(reply)
 	return err
+}
+
+// follow prints each answer of a stream, until it ends.
+func follow(ctx context.Context, daemon *grpc.ClientConn, path string, request, answer *dynamicpb.Message) error {
+	answers, err := daemon.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, path)
+	if err != nil {
+		return err
+	}
+	if err := answers.SendMsg(request); err != nil {
+		return err
+	}
+	if err := answers.CloseSend(); err != nil {
+		return err
+	}
+	for {
+		if err := answers.RecvMsg(answer); err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		line, err := protojson.Marshal(answer)
+		if err != nil {
+			return err
+		}
+		fmt.Println(string(line))
+	}
 }
 
 // find looks a method up in the services of the protocol.

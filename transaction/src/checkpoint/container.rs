@@ -459,7 +459,10 @@ impl Dump for ContainerEffects<'_> {
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
         self.timings.mark(Phase::Freeze);
         if let Some(archive) = &self.request.layer {
-            unless_cancelled(&self.cancel, layer::keep(self.container, archive, self.reaper)).await?;
+            let kept = self
+                .cancel
+                .unless_stopped(layer::keep(self.container, archive, self.reaper));
+            kept.await.ok_or_else(|| EffectError::stopped(&self.cancel))??;
         }
         let described = self.describe(processes);
         let copied = self.dump_memory().await?;

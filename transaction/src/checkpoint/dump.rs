@@ -11,13 +11,13 @@ use firn_image::manifest::{DumpFlags, ImageFile, describe_images_by};
 
 use super::error::{DumpError, EffectError};
 use super::{KEPT_LOG, Request};
-use crate::blocking::{Left, stoppable, stoppable_until};
+use crate::blocking::{Left, stoppable_until};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::killed_criu::DUMP_LOG;
-use crate::runc::Bounds;
+use crate::runc::{Bounds, RuncError};
 use crate::warn::OrWarn;
 
 /// How long a finished checkpoint may wait for the file systems of its image and log.
@@ -120,31 +120,31 @@ pub(super) async fn dump(
     bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
     let inside = image.inside();
     let call = request.call((&inside, &work.path), flags, true, Some(plugins), bounds);
-    container
-        .runc
-        .checkpoint(call)
-        .await
-        .map_err(|source| DumpError::Failed {
+    let failed = |source: RuncError| match cancel.is_withdrawn() {
+        true => EffectError::stopped(cancel),
+        false => EffectError::Dump(DumpError::Failed {
             cause: source.with_path(&inside, image.path()),
             lines: Vec::new(),
             log: container.bundle.join(KEPT_LOG),
-        })?;
+        }),
+    };
+    container.runc.checkpoint(call).await.map_err(failed)?;
     let image = image.clone();
     let look = move || image.check().and_then(|()| image.check_complete());
     Ok(bounded("look at the image", limit, cancel, look).await??)
 }
 
 /// Does `work` on files while the container is frozen. Waits no longer than `limit`, and not once the
-/// container is to end.
+/// container is to end or the checkpoint is withdrawn.
 pub(super) async fn bounded<T: Send + 'static>(
     what: &'static str,
     limit: Duration,
     cancel: &CancellationToken,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, EffectError> {
-    let done = stoppable(limit, cancel, move |_| work()).await;
+    let done = stoppable_until(limit, cancel.stopped(), move |_| work()).await;
     done.map_err(|left| match left {
-        Left::Cancelled => EffectError::Killed,
+        Left::Cancelled => EffectError::stopped(cancel),
         Left::Late => DumpError::Stalled { what, limit }.into(),
     })
 }
@@ -214,12 +214,12 @@ pub(super) async fn describe(
     cancel: &CancellationToken,
 ) -> Result<Vec<ImageFile>, EffectError> {
     let image = image.clone();
-    let described = stoppable(limit, cancel, move |stop| {
+    let described = stoppable_until(limit, cancel.stopped(), move |stop| {
         describe_images_by(&image.inside(), image.path(), &known, stop)
     });
     match described.await {
         Ok(described) => Ok(described?),
-        Err(Left::Cancelled) => Err(EffectError::Killed),
+        Err(Left::Cancelled) => Err(EffectError::stopped(cancel)),
         Err(Left::Late) => Err(DumpError::Checksums { limit }.into()),
     }
 }

@@ -11,6 +11,7 @@ use firn_oci::mounts::MountError;
 
 use super::park::GrantChangeError;
 use super::phases::Failure;
+use crate::cancel::CancellationToken;
 use crate::cgroup::CgroupError;
 use crate::container::Container;
 use crate::driver::WorkerError;
@@ -87,6 +88,12 @@ pub enum EffectError {
         "see the error of that container in containerd's log; this one goes on"
     )]
     Others,
+    #[error("its client wants the checkpoint no more")]
+    #[problem(
+        "FIRN-INTERRUPTED",
+        "nothing is left of it, and every container of the pod goes on"
+    )]
+    Withdrawn,
     #[error("firn itself has failed; containerd's log has the panic")]
     #[problem("FIRN-INTERNAL", "report it with containerd's log")]
     Panicked,
@@ -124,6 +131,16 @@ pub enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
+}
+
+impl EffectError {
+    /// Why a transaction that was stopped does not go on.
+    pub(super) fn stopped(cancel: &CancellationToken) -> Self {
+        match cancel.is_cancelled() {
+            true => Self::Killed,
+            false => Self::Withdrawn,
+        }
+    }
 }
 
 fn hold_hint(error: &TraceError) -> &'static str {

@@ -61,6 +61,8 @@ pub struct Request {
     pub meeting: Option<Arc<Meeting>>,
     /// The archive that gets what the container has written to its root file system.
     pub layer: Option<PathBuf>,
+    /// All memory goes into the image, whatever annotation and configuration have of a store.
+    pub inline: bool,
 }
 
 impl Request {
@@ -75,6 +77,7 @@ impl Request {
             empty_namespaces: Vec::new(),
             meeting: None,
             layer: None,
+            inline: false,
         }
     }
 
@@ -158,6 +161,7 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
 async fn join(meeting: &Meeting, nth: usize, cancel: &CancellationToken) -> Result<(), EffectError> {
     match cancel.unless_cancelled(meeting.join(nth)).await {
         Some(true) => Ok(()),
+        Some(false) if meeting.is_withdrawn() => Err(EffectError::Withdrawn),
         Some(false) => Err(EffectError::Others),
         None => Err(EffectError::Killed),
     }

@@ -107,11 +107,15 @@ async fn dump_plain(
             None => Ok(()),
         }
     };
-    let still = guard.cancel.unless_cancelled(still).await;
-    let mut dumped = match still.unwrap_or(Err(EffectError::Killed)) {
+    let still = guard.cancel.unless_stopped(still).await;
+    let mut dumped = match still.unwrap_or_else(|| Err(EffectError::stopped(&guard.cancel))) {
         Ok(()) => dump.await,
         Err(cause) => Err(CheckpointError::refused(container, cause)),
     };
+    if guard.cancel.is_withdrawn() && matches!(dumped, Err(CheckpointError::Plain { .. })) {
+        let cause = EffectError::stopped(&guard.cancel);
+        dumped = Err(CheckpointError::refused(container, cause));
+    }
     if dumped.is_ok() {
         let met = join(meeting, 3, &guard.cancel).await;
         dumped = met.map_err(|cause| CheckpointError::refused(container, cause));

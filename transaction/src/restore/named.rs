@@ -5,6 +5,7 @@
 //! processes knew. The directory of a name is an image directory, or an archive of the kubelet that was
 //! unpacked there: the image in `checkpoint`, and next to it what the container had written. An image of
 //! containerd's is unpacked in this way, into a directory that goes with the container's bundle.
+//! `firn cri-pods`, whose socket is root's, restores from everywhere: by names that only it knows.
 
 mod image;
 mod source;
@@ -179,7 +180,9 @@ impl Wish {
         let Some(source) = Source::of(value, container)? else {
             return Ok(None);
         };
-        if is_restart && restarts_cold {
+        // Whoever restores a whole pod wants it or nothing.
+        let by_cri = matches!(source, Source::Pod(_));
+        if is_restart && restarts_cold && !by_cri {
             log::warn!(
                 "container {container} of a pod was started before, and starts without its checkpoint"
             );
@@ -189,7 +192,7 @@ impl Wish {
         Ok(Some(Self {
             source,
             namespace: namespace.unwrap_or_default().to_owned(),
-            falls_back,
+            falls_back: falls_back && !by_cri,
         }))
     }
 
@@ -204,6 +207,10 @@ impl Wish {
                 (name.clone(), store.map(|store| store.join(names::STORE_NAMED)))
             }
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
+            Source::Pod(link) => {
+                let link = link.clone();
+                return node.look(move || in_directory(link, String::new())).await;
+            }
         };
         let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
         let found = node.look(move || in_directories(&name, &namespace, from, by_signature));

@@ -294,6 +294,7 @@ impl Runc {
             }
             () = watchdog::criu_died(child.pid()) => Err(RuncError::CriuDied { verb }),
             () = cancel.cancelled() => Err(RuncError::Cancelled { verb }),
+            () = watchdog::withdrawn(cancel, child.pid()) => Err(RuncError::Cancelled { verb }),
         };
         if exit.as_ref().is_ok_and(|exit| exit.code == 0) {
             return Ok(());

@@ -7,6 +7,8 @@
 use std::fs;
 use std::time::Duration;
 
+use crate::blocking::blocking;
+use crate::cancel::CancellationToken;
 use crate::procfs;
 
 /// How often the state of CRIU is read.
@@ -32,6 +34,20 @@ fn has_dead_criu(runtime: i32) -> bool {
         .filter(|pid| procfs::comm(*pid) == "criu")
         .min_by_key(|pid| procfs::started(*pid));
     first.is_some_and(|pid| procfs::state(pid) == Some('Z'))
+}
+
+/// Waits until a checkpoint is withdrawn and CRIU has not begun yet. One that has begun ends by itself: a
+/// task that runs CRIU's code when CRIU is killed may die of it.
+pub(super) async fn withdrawn(cancel: &CancellationToken, runtime: i32) {
+    cancel.stopped().await;
+    let has_criu = move || {
+        children(runtime)
+            .into_iter()
+            .any(|pid| procfs::comm(pid) == "criu")
+    };
+    if blocking(has_criu).await {
+        std::future::pending().await
+    }
 }
 
 fn children(pid: i32) -> Vec<i32> {
@@ -61,6 +77,39 @@ mod tests {
         while !condition() {
             assert!(begun.elapsed() < Duration::from_secs(10), "never: {what}");
             std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_checkpoint_is_withdrawn_at_once_unless_criu_has_begun() {
+        let slot = crate::cancel::Slot::default();
+        let guard = slot.begin();
+        slot.withdraw();
+        let directory = tempfile::tempdir().unwrap();
+        let criu = directory.path().join("criu");
+        std::os::unix::fs::symlink("/bin/sleep", &criu).unwrap();
+        let mut without = Command::new("sleep").arg("1000").spawn().unwrap();
+        let mut with = Command::new("sh");
+        let mut with = with
+            .args(["-c", "\"$0\" 1000 & exec sleep 1000"])
+            .arg(&criu)
+            .spawn()
+            .unwrap();
+        let pid = |child: &std::process::Child| i32::try_from(child.id()).unwrap();
+        until("criu", || {
+            children(pid(&with))
+                .into_iter()
+                .any(|pid| procfs::comm(pid) == "criu")
+        });
+        withdrawn(&guard.cancel, pid(&without)).await;
+        let waits = tokio::time::timeout(Duration::from_millis(200), withdrawn(&guard.cancel, pid(&with)));
+        assert!(waits.await.is_err(), "CRIU would be killed");
+        let criu = children(pid(&with))[0];
+        kill(Pid::from_raw(criu), Signal::SIGKILL).unwrap();
+        for child in [&mut without, &mut with] {
+            child.kill().unwrap();
+            // The reaper of another test may have reaped it.
+            let _ = child.wait();
         }
     }
 

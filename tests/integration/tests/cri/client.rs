@@ -13,6 +13,8 @@ use crate::hosts::Way;
 
 /// Where the client is on a node.
 pub const CLIENT: &str = "/usr/local/bin/cri-client";
+/// Where `firn cri-pods` listens.
+pub const SOCKET: &str = "/run/firn/cri.sock";
 /// The image of the pods' containers.
 pub const IMAGE: &str = firn_lab::IMAGE;
 /// The cgroup in which pods have theirs.
@@ -36,11 +38,27 @@ pub struct Cri<'h> {
 impl<'h> Cri<'h> {
     /// Calls a method.
     pub fn call(self, method: &str, request: &Value) -> Result<Value> {
-        let output = self.host.output_of(&[CLIENT, method], &request.to_string())?;
+        self.call_within("2m", method, request)
+    }
+
+    /// Calls a method with this deadline, in Go's form.
+    pub fn call_within(self, deadline: &str, method: &str, request: &Value) -> Result<Value> {
+        let deadline = format!("CRI_TIMEOUT={deadline}");
+        let call = ["env", &deadline, &self.endpoint(), CLIENT, method];
+        let output = self.host.output_of(&call, &request.to_string())?;
         if output.code != Some(0) {
             bail!("{}", output.stderr.trim_end());
         }
         serde_json::from_str(&output.stdout).with_context(|| format!("{method} answered {}", output.stdout))
+    }
+
+    /// Which socket the client calls, as a variable of its environment.
+    pub fn endpoint(self) -> String {
+        let socket = match self.way {
+            Way::Adapter => SOCKET,
+            _ => "/run/containerd/containerd.sock",
+        };
+        format!("CRI_ENDPOINT=unix://{socket}")
     }
 
     /// Runs a pod in the host's network, so that no network plugin is needed.
@@ -70,25 +88,45 @@ impl<'h> Cri<'h> {
     /// As [`Cri::pod`], with a network of its own, in which CUDA's sockets have names that a replica has too,
     /// and with these annotations.
     pub fn pod_annotated(self, name: &str, annotations: &Value) -> Result<Pod<'h>> {
-        let options = json!({ "network": "POD", "pid": "CONTAINER" });
-        self.pod_of(json!({
-            "metadata": { "name": name, "namespace": "default", "uid": format!("uid-{name}"), "attempt": 0 },
-            "logDirectory": format!("{LOGS}/{name}"),
-            "annotations": annotations,
-            "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },
-        }))
+        self.pod_of(annotated(name, annotations))
     }
 
     /// Runs a pod by its whole configuration.
     pub fn pod_of(self, config: Value) -> Result<Pod<'h>> {
         let request = json!({ "config": config, "runtimeHandler": self.way.handler() });
         let answer = self.call("RunPodSandbox", &request)?;
-        Ok(Pod {
-            cri: self,
-            id: text(&answer["podSandboxId"])?,
-            config,
-        })
+        Ok(self.found(text(&answer["podSandboxId"])?, config))
     }
+
+    /// A pod that runs already.
+    pub fn found(self, id: String, config: Value) -> Pod<'h> {
+        let cri = self;
+        Pod { cri, id, config }
+    }
+}
+
+/// The configuration of a pod with a network of its own.
+pub fn annotated(name: &str, annotations: &Value) -> Value {
+    let options = json!({ "network": "POD", "pid": "CONTAINER" });
+    json!({
+        "metadata": { "name": name, "namespace": "default", "uid": format!("uid-{name}"), "attempt": 0 },
+        "logDirectory": format!("{LOGS}/{name}"),
+        "annotations": annotations,
+        "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },
+    })
+}
+
+/// The configuration of a container of a pod, by what is special of it.
+pub fn container(pod: &Value, name: &str, special: &Value) -> Value {
+    let namespaces = &pod["linux"]["securityContext"]["namespaceOptions"];
+    let mut config = json!({
+        "metadata": { "name": name, "attempt": 0 },
+        "image": { "image": IMAGE },
+        "logPath": format!("{name}.log"),
+        "linux": { "securityContext": { "namespaceOptions": namespaces } },
+    });
+    merge(&mut config, special);
+    config
 }
 
 /// A pod that runs.
@@ -113,14 +151,7 @@ impl<'h> Pod<'h> {
 
     /// Creates a container by what is special of its configuration.
     pub fn create(&self, name: &str, special: &Value) -> Result<Ctr<'h>> {
-        let namespaces = &self.config["linux"]["securityContext"]["namespaceOptions"];
-        let mut config = json!({
-            "metadata": { "name": name, "attempt": 0 },
-            "image": { "image": IMAGE },
-            "logPath": format!("{name}.log"),
-            "linux": { "securityContext": { "namespaceOptions": namespaces } },
-        });
-        merge(&mut config, special);
+        let config = container(&self.config, name, special);
         let request = json!({ "podSandboxId": self.id, "config": config, "sandboxConfig": self.config });
         let answer = self.cri.call("CreateContainer", &request)?;
         Ok(Ctr {

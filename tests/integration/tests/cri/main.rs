@@ -8,6 +8,7 @@
 //! `cargo test -p firn-integration --test cri -- "stop"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
+mod adapter;
 mod checkpoints;
 mod client;
 mod hosts;
@@ -116,6 +117,7 @@ fn points() -> Vec<Point> {
         named::POINTS,
         images::POINTS,
         together::POINTS,
+        adapter::POINTS,
     ]
     .concat()
 }

@@ -248,10 +248,11 @@ fn hooks(cri: Cri<'_>) -> Result<String> {
          chmod +x /hook; exec /bin/gpu-counter --out {LOG} --interval-ms 20 --mib 8"
     );
     let mut containers = Vec::new();
-    for (gpu, name, other) in [(0, "a", "b"), (1, "b", "a")] {
+    // Values of variables are bytes in CRI, and those are base64 in JSON: a and b.
+    for (gpu, name, value, other) in [(0, "a", "YQ==", "Yg=="), (1, "b", "Yg==", "YQ==")] {
         let mut special = on_gpu(gpu, &json!(["sh", "-c", script]));
         special["mounts"] = json!([{ "containerPath": "/shared", "hostPath": shared }]);
-        special["envs"] = json!([{ "key": "NAME", "value": name }, { "key": "OTHER", "value": other }]);
+        special["envs"] = json!([{ "key": "NAME", "value": value }, { "key": "OTHER", "value": other }]);
         special["image"] = json!({ "image": image.name() });
         containers.push(pod.start_with(name, &special)?);
     }

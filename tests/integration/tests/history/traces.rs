@@ -44,7 +44,7 @@ pub fn a_checkpoint_is_a_trace(platform: Platform) -> Result<()> {
         ensure!(spans[0]["name"] == "firn checkpoint", "{}", spans[0]);
         // containerd 1.7 sends no trace to shims.
         match host.suite() {
-            Suite::Trixie => ensure!(spans[0].get("parentSpanId").is_none(), "{}", spans[0]),
+            Suite::Trixie | Suite::Noble => ensure!(spans[0].get("parentSpanId").is_none(), "{}", spans[0]),
             Suite::Forky => below_containerds(&spans[0], &collector)?,
         }
         into_a_file(host, &request)?;

@@ -10,6 +10,7 @@ use firn_image::manifest::{ImageFile, StoredMemory};
 use firn_image::memory::call::{Request, Rest, Save, Saved};
 use firn_image::memory::{Kept, Process};
 use firn_oci::Spec;
+use serde::de::DeserializeOwned;
 
 use super::ContainerEffects;
 use crate::cancel::CancellationToken;
@@ -128,6 +129,7 @@ impl ContainerEffects<'_> {
             self.timings.mark(Phase::CopyMemory);
             match copied {
                 Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
+                Err(CopyError::Killed) => return Err(EffectError::stopped(&self.cancel)),
                 copied => return Ok(copied?),
             }
             let empty = move || image.empty_discarded_pages();
@@ -158,6 +160,9 @@ impl ContainerEffects<'_> {
 
     /// The store that gets large memory of a container with this spec, if any does.
     pub(super) fn store_for(&self, spec: &Spec) -> Result<Option<PathBuf>, EffectError> {
+        if self.request.inline {
+            return Ok(None);
+        }
         let images = &self.config.images;
         let annotation = spec.annotation(names::ANNOTATION_BULK);
         let unknown = || EffectError::BulkSetting {
@@ -192,15 +197,23 @@ fn process(pid: i32) -> Option<Process> {
 }
 
 impl Copying {
-    /// Copies large memory into the store, unless the container is to end or `failed` is cancelled.
+    /// Copies large memory into the store, unless the transaction is stopped or `failed` is cancelled.
     async fn save(&self, failed: &CancellationToken) -> Result<Saved, CopyError> {
-        let Some(save) = self.save.clone() else {
-            return Ok(Saved::default());
-        };
-        let mut asked = Box::pin(self.copier.ask(Request::Save(save), failed));
+        match self.save.clone() {
+            Some(save) => self.ask(Request::Save(save), failed).await,
+            None => Ok(Saved::default()),
+        }
+    }
+
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        request: Request,
+        failed: &CancellationToken,
+    ) -> Result<T, CopyError> {
+        let mut asked = Box::pin(self.copier.ask(request, failed));
         tokio::select! {
-            saved = &mut asked => saved,
-            () = self.cancel.cancelled() => {
+            done = &mut asked => done,
+            () = self.cancel.stopped() => {
                 failed.cancel();
                 asked.await
             }
@@ -211,10 +224,10 @@ impl Copying {
     async fn rest(self, image: PathBuf, saved: Saved) -> Result<Copied, CopyError> {
         let rest = Request::Rest(Rest {
             image,
-            processes: self.processes,
+            processes: self.processes.clone(),
             bulk: saved.bulk,
         });
-        let kept: Kept = self.copier.ask(rest, &self.cancel).await?;
+        let kept: Kept = self.ask(rest, &CancellationToken::default()).await?;
         Ok(Copied {
             memory: saved.memory,
             files: kept.files,

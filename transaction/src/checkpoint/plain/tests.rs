@@ -45,6 +45,7 @@ fn request(image: PathBuf) -> Request {
         empty_namespaces: Vec::new(),
         meeting: None,
         layer: None,
+        inline: false,
     }
 }
 

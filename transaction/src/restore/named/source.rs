@@ -1,5 +1,7 @@
 //! What an annotation of a pod names: where the checkpoint of a container is.
 
+use std::path::{Path, PathBuf};
+
 use firn_config::names;
 
 use super::NameError;
@@ -8,6 +10,10 @@ use super::NameError;
 const IMAGE: &str = "image:";
 /// Before a name in the store.
 const STORE: &str = "store:";
+/// Before a name that `firn cri-pods` has made.
+const POD: &str = "pod:";
+/// How long such a name is: 128 random bits. Who does not know it cannot guess it.
+const POD_NAME: usize = 32;
 
 /// Where a checkpoint is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,10 +24,16 @@ pub enum Source {
     Image(String),
     /// A checkpoint that the node's store has under this name.
     Store(String),
+    /// A part of a pod's checkpoint: a link below [`names::POD_CHECKPOINTS`].
+    Pod(PathBuf),
 }
 
 impl Source {
-    fn parse(text: &str) -> Option<Self> {
+    fn parse(text: &str, container: &str) -> Option<Self> {
+        if let Some(pod) = text.strip_prefix(POD) {
+            let is_made = pod.len() == POD_NAME && pod.bytes().all(|byte| byte.is_ascii_hexdigit());
+            return is_made.then(|| Self::Pod(Path::new(names::POD_CHECKPOINTS).join(pod).join(container)));
+        }
         if let Some(image) = text.strip_prefix(IMAGE) {
             return is_image(image).then(|| Self::Image(image.to_owned()));
         }
@@ -44,7 +56,7 @@ impl Source {
                 None if value == part => (container, part),
                 None => return Err(wrong()),
             };
-            let source = Self::parse(name).filter(|_| is_name(of)).ok_or_else(wrong)?;
+            let source = Self::parse(name, of).filter(|_| is_name(of)).ok_or_else(wrong)?;
             if of == container && found.replace(source).is_some() {
                 return Err(wrong());
             }
