@@ -32,8 +32,8 @@ const SHIM: &str = "containerd-shim-firn-v2";
 /// firn-VERSION-ARCH.cdx.json (what they are built from, as CycloneDX has it); for this machine's processor
 /// also image/ (what config/Containerfile copies) and firn-image-VERSION.tar (the same image without a
 /// builder, for `ctr images import` or `skopeo copy oci-archive:`); and SHA256SUMS. For the other processor
-/// it installs a C compiler and qemu with apt where they are missing. Every program is started once. The same
-/// sources make the same bytes with the same compilers, wherever they lie.
+/// it installs a C compiler and qemu with apt where they are missing. Every program is started once. Builds
+/// map the paths of the sources; --twice shows whether the bytes are the same elsewhere.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Where the release is written
