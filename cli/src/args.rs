@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod cri;
 pub mod relocate;
 pub mod restore;
 
@@ -11,8 +12,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
-use crate::containerd::Socket;
-use crate::cri::args::CriPodsArgs;
+use crate::containerd::{ContainerdArgs, Socket};
 use crate::history::args::HistoryArgs;
 use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
@@ -23,6 +23,7 @@ use crate::store::args::StoreCommand;
 use crate::view::args::SubjectArgs;
 use checkpoint::CheckpointArgs;
 use config::ConfigCommand;
+use cri::CriPodsArgs;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
@@ -260,16 +261,6 @@ pub struct TaskArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
-}
-
-/// Where the container is.
-#[derive(Debug, clap::Args)]
-pub struct ContainerdArgs {
-    /// Namespace of the container in containerd.
-    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
-    pub namespace: String,
-    #[command(flatten)]
-    pub socket: Socket,
 }
 
 /// What happens if another container has one of the GPUs.

@@ -44,6 +44,16 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// How many bytes of an answer may be under way.
 const WINDOW: u32 = 8 << 20;
 
+/// Where the container is.
+#[derive(Debug, clap::Args)]
+pub struct ContainerdArgs {
+    /// Namespace of the container in containerd.
+    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
+    pub namespace: String,
+    #[command(flatten)]
+    pub socket: Socket,
+}
+
 /// The option that names containerd's socket.
 #[derive(Debug, clap::Args)]
 pub struct Socket {

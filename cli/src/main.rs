@@ -2,7 +2,8 @@
 //! files, and cleans the store for the memory of checkpoints.
 //!
 //! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `cri-pods`,
-//! `install`, `uninstall`, `images prune` and `store` change anything. The driver is reached through `firn-gpu`.
+//! `install`, `uninstall`, `images prune` and `store` change anything. The driver is reached through
+//! `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

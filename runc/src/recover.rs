@@ -33,7 +33,7 @@ pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) 
     let bundle = open.bundle().map_err(Trouble::Notes)?;
     let mut done = Done::Pass;
     if let Some(recovery) = Recovery::of(&bundle) {
-        recording::adopt(recovery.record());
+        recovery.record().adopt();
         history::write_killed(&Place::default(), &bundle).await;
         log::warn!(
             "{} of container {id} was cut off and is rolled back",

@@ -95,7 +95,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     // CRIU goes on without its shim, holds the tasks, and writes to an image.
     let steps = Steps::begin();
     if let Some(recovery) = &mut recovery {
-        recording::adopt(recovery.record());
+        recovery.record().adopt();
         // Order matters: containerd removes its directory at this very moment.
         recovery.rescue(bundle).await;
         recovery.report_image();

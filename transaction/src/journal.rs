@@ -17,10 +17,10 @@
 
 #[cfg(debug_assertions)]
 mod failpoint;
+mod record;
 
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,14 +28,17 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
-use firn_host::{Problem, UnlessAbsent, clock};
+use firn_host::{Problem, clock};
 use firn_preflight::Inherited;
 use serde::{Deserialize, Serialize};
 
+pub use self::record::Record;
 use crate::blocking::blocking;
+pub use crate::phase::Operation;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::recording;
+pub use crate::recording::Origin;
 use crate::steps::{Follower, Step};
 pub use crate::trace_parent::TraceParent;
 use crate::warn::OrWarn;
@@ -60,39 +63,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Size limit of a journal that is read: more than any transaction writes.
 const LIMIT: u64 = 1 << 20;
-
-/// The kind of transaction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Operation {
-    Checkpoint,
-    Restore,
-    /// A pause that gives GPUs free.
-    Pause,
-    /// The resume from it.
-    Resume,
-    /// Both together.
-    Move,
-}
-
-impl Operation {
-    /// As users and hooks name it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Checkpoint => "checkpoint",
-            Self::Restore => "restore",
-            Self::Pause => "pause",
-            Self::Resume => "resume",
-            Self::Move => "move",
-        }
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// What an image directory was before the dump.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -136,34 +106,6 @@ pub enum Outcome {
     /// The container is frozen: its GPU state could not be restored yet.
     #[serde(alias = "lost")]
     Suspended,
-}
-
-/// Whose transaction it is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Origin {
-    /// Random id of the transaction.
-    pub id: String,
-    /// containerd's namespace.
-    pub namespace: String,
-    pub trace: Option<TraceParent>,
-}
-
-impl Origin {
-    /// As one text: none of its parts has spaces.
-    fn to_text(&self) -> String {
-        let trace = self.trace.as_ref().map_or("", TraceParent::as_str);
-        format!("{} {} {trace}", self.id, self.namespace)
-    }
-
-    fn of_text(text: &str) -> Option<Self> {
-        let (id, rest) = text.split_once(' ')?;
-        let (namespace, trace) = rest.split_once(' ')?;
-        Some(Self {
-            id: id.to_owned(),
-            namespace: namespace.to_owned(),
-            trace: TraceParent::parse(trace),
-        })
-    }
 }
 
 /// What an operation is and works on.
@@ -465,126 +407,6 @@ async fn in_time<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send 
     tokio::time::timeout(PATIENCE, blocking(work))
         .await
         .unwrap_or_else(late)
-}
-
-/// A transaction, as its journal records it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
-    pub begin: Begin,
-    /// Whose it is; none in journals of earlier versions.
-    pub origin: Option<Origin>,
-    /// Pid of the shim.
-    pub shim: u32,
-    /// When the transaction began, in milliseconds since 1970.
-    pub begun: u64,
-    /// The phase that was entered last.
-    pub phase: Option<Phase>,
-    /// When that was.
-    pub entered: u64,
-    /// Every phase that was entered, and when.
-    pub entered_at: Vec<(Phase, u64)>,
-    /// The driver was called to checkpoint GPU state.
-    pub gpu_checkpointing: bool,
-    /// What the image directory was; none before it was written to.
-    pub image_was: Option<ImageWas>,
-    /// Which directory it is; none before it was made, and in journals of earlier versions.
-    pub image_id: Option<DirId>,
-    /// The second directory of an image whose client may remove the first.
-    pub rescue: Option<PathBuf>,
-    /// The image is complete.
-    pub dumped: bool,
-    /// Every CUDA process that was ever seen.
-    pub cuda: Vec<CudaProcess>,
-    /// Bytes of GPU memory that they had, by GPU.
-    pub memory: GpuMemory,
-    pub children: Vec<ChildProcess>,
-    pub outcome: Option<Outcome>,
-    /// Why the container is suspended.
-    pub reason: Option<String>,
-    /// The journal is of this boot of the host: pids are still valid.
-    pub same_boot: bool,
-}
-
-impl Record {
-    /// The journal in `bundle`; none when no transaction was under way.
-    pub fn read(bundle: &Path) -> io::Result<Option<Self>> {
-        let mut text = Vec::new();
-        let Some(file) = File::open(bundle.join(FILE)).if_present()? else {
-            return Ok(None);
-        };
-        file.take(LIMIT).read_to_end(&mut text)?;
-        Ok(Self::parse(&text))
-    }
-
-    /// None without a whole first line: then nothing was begun.
-    fn parse(text: &[u8]) -> Option<Self> {
-        let whole = text.iter().rposition(|byte| *byte == b'\n')?;
-        let mut lines = text[..whole]
-            .split(|byte| *byte == b'\n')
-            .map(serde_json::from_slice)
-            .filter_map(Result::ok);
-        let Some(Line::Begin {
-            version: VERSION,
-            boot: of,
-            shim,
-            at,
-            origin,
-            begin,
-        }) = lines.next()
-        else {
-            return None;
-        };
-        let mut record = Self {
-            begin,
-            origin: Origin::of_text(&origin),
-            shim,
-            begun: at,
-            phase: None,
-            entered: at,
-            entered_at: Vec::new(),
-            gpu_checkpointing: false,
-            image_was: None,
-            image_id: None,
-            rescue: None,
-            dumped: false,
-            cuda: Vec::new(),
-            memory: GpuMemory::new(),
-            children: Vec::new(),
-            outcome: None,
-            reason: None,
-            same_boot: !of.is_empty() && of == boot(),
-        };
-        lines.for_each(|line| record.add(line));
-        Some(record)
-    }
-
-    fn add(&mut self, line: Line) {
-        match line {
-            Line::Begin { .. } => {}
-            Line::Enter { phase, at } => {
-                self.phase = Some(phase);
-                self.entered = at;
-                self.entered_at.push((phase, at));
-                self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
-            }
-            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,
-            Line::Image { was, id } => {
-                self.image_was = Some(was);
-                self.image_id = id;
-            }
-            Line::Rescue { dir } => self.rescue = Some(dir),
-            Line::Memory { gpus } => self.memory = gpus,
-            Line::Cuda { processes } => {
-                for process in processes {
-                    if !self.cuda.iter().any(|known| known.pid == process.pid) {
-                        self.cuda.push(process);
-                    }
-                }
-            }
-            Line::Child(child) => self.children.push(child),
-            Line::End { outcome, reason } => (self.outcome, self.reason) = (Some(outcome), reason),
-        }
-    }
 }
 
 /// The id of this boot of the host. Empty if the kernel does not report it, and then equal to no other boot.

@@ -18,6 +18,39 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+/// The kind of transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Operation {
+    Checkpoint,
+    Restore,
+    /// A pause that gives GPUs free.
+    Pause,
+    /// The resume from it.
+    Resume,
+    /// Both together.
+    Move,
+}
+
+impl Operation {
+    /// As users and hooks name it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Checkpoint => "checkpoint",
+            Self::Restore => "restore",
+            Self::Pause => "pause",
+            Self::Resume => "resume",
+            Self::Move => "move",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// Part of a checkpoint or restore. Serialised in kebab case.
 ///
 /// Prepare, Resumed and Restored are there only where the container names the hook.

@@ -5,16 +5,14 @@
 //! call, such as unit tests of a phase, finds none and goes on.
 
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_host::clock;
+use serde::{Deserialize, Serialize};
 
-use crate::container::{Container, InitState};
-use crate::history::{self, Entry, PhaseTime, Place};
-use crate::journal::{Operation, Origin, Record, TraceParent};
 use crate::panics::lock;
-use crate::phase::Phase;
-use crate::procfs;
+use crate::phase::{Operation, Phase};
+use crate::trace_parent::TraceParent;
 
 tokio::task_local! {
     static CALL: Arc<Call>;
@@ -68,28 +66,73 @@ pub fn current() -> Option<Arc<Recording>> {
     CALL.try_with(|call| lock(&call.current).clone()).ok().flatten()
 }
 
+/// Whose transaction it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// Random id of the transaction.
+    pub id: String,
+    /// containerd's namespace.
+    pub namespace: String,
+    pub trace: Option<TraceParent>,
+}
+
+impl Origin {
+    /// As one text: none of its parts has spaces.
+    pub(crate) fn to_text(&self) -> String {
+        let trace = self.trace.as_ref().map_or("", TraceParent::as_str);
+        format!("{} {} {trace}", self.id, self.namespace)
+    }
+
+    pub(crate) fn of_text(text: &str) -> Option<Self> {
+        let (id, rest) = text.split_once(' ')?;
+        let (namespace, trace) = rest.split_once(' ')?;
+        Some(Self {
+            id: id.to_owned(),
+            namespace: namespace.to_owned(),
+            trace: TraceParent::parse(trace),
+        })
+    }
+}
+
+/// A phase of a transaction.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PhaseTime {
+    pub name: String,
+    /// When it began, after the transaction's begin.
+    pub at_ms: f64,
+    pub ms: f64,
+    /// It is the phase that has failed.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub failed: bool,
+}
+
 /// A transaction in progress.
 #[derive(Debug)]
 pub struct Recording {
     pub id: String,
     pub operation: Operation,
     pub container: String,
-    namespace: String,
-    trace: Option<TraceParent>,
-    at: u64,
-    begun: Instant,
-    measured: Mutex<Measured>,
+    pub(crate) namespace: String,
+    pub(crate) trace: Option<TraceParent>,
+    pub(crate) at: u64,
+    pub(crate) begun: Instant,
+    pub(crate) measured: Mutex<Measured>,
 }
 
 #[derive(Debug)]
-struct Measured {
-    phases: Vec<PhaseTime>,
+pub(crate) struct Measured {
+    pub(crate) phases: Vec<PhaseTime>,
     /// When the last phase ended.
     last: Instant,
     /// The phase that was entered and has not ended.
-    open: Option<Phase>,
-    gpu_bytes: u64,
-    image_bytes: u64,
+    pub(crate) open: Option<Phase>,
+    pub(crate) gpu_bytes: u64,
+    pub(crate) image_bytes: u64,
+}
+
+pub(crate) fn millis(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
 /// A random id.
@@ -107,23 +150,22 @@ pub fn begin(operation: Operation, container: &str, namespace: &str) -> Arc<Reco
 }
 
 /// This call works for a transaction that another process has begun and not ended.
-pub fn adopt(record: &Record) {
-    let Some(origin) = &record.origin else { return };
+pub(crate) fn adopt(origin: &Origin, operation: Operation, container: &str) {
     let of = Recording {
         id: origin.id.clone(),
-        ..Recording::of(record.begin.op, &record.begin.container, &origin.namespace)
+        ..Recording::of(operation, container, &origin.namespace)
     };
     let _ = CALL.try_with(|call| *lock(&call.current) = Some(Arc::new(of)));
 }
 
 impl Measured {
-    fn push(&mut self, begun: Instant, phase: Phase, failed: bool) {
+    pub(crate) fn push(&mut self, begun: Instant, phase: Phase, failed: bool) {
         let now = Instant::now();
         if self.phases.len() < PHASES {
             self.phases.push(PhaseTime {
                 name: phase.name().to_owned(),
-                at_ms: history::millis(self.last.duration_since(begun)),
-                ms: history::millis(now.duration_since(self.last)),
+                at_ms: millis(self.last.duration_since(begun)),
+                ms: millis(now.duration_since(self.last)),
                 failed,
             });
         }
@@ -189,45 +231,5 @@ impl Recording {
 
     pub(crate) fn image_bytes(&self, bytes: u64) {
         lock(&self.measured).image_bytes = bytes;
-    }
-
-    /// What it came to, as the history has it.
-    pub fn outcome(&self, container: &Container, is_done: bool) -> &'static str {
-        match (self.operation, container.state()) {
-            _ if is_done => "done",
-            // Nothing is left of it.
-            (Operation::Restore, _) => "failed",
-            (_, InitState::Suspended) => "suspended",
-            _ if !procfs::is_alive(container.init.pid()) => "ended",
-            _ => "failed",
-        }
-    }
-
-    /// Writes the transaction into the history. `image` is that of the container, if it is known.
-    pub async fn end(&self, place: &Place, image: String, outcome: &'static str, code: Option<String>) {
-        let entry = {
-            let mut measured = lock(&self.measured);
-            if let Some(open) = measured.open {
-                let failed = outcome != "done" && open != Phase::Rollback;
-                measured.push(self.begun, open, failed);
-            }
-            Entry {
-                time: history::time(self.at),
-                at: self.at,
-                id: self.id.clone(),
-                kind: self.operation.name().to_owned(),
-                container: self.container.clone(),
-                namespace: self.namespace.clone(),
-                image,
-                outcome: outcome.to_owned(),
-                code: code.unwrap_or_default(),
-                ms: history::millis(self.begun.elapsed()),
-                phases: measured.phases.clone(),
-                gpu_bytes: measured.gpu_bytes,
-                image_bytes: measured.image_bytes,
-                trace: self.trace.clone(),
-            }
-        };
-        history::write(place, entry).await;
     }
 }

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::args::ContainerdArgs;
+use crate::containerd::ContainerdArgs;
 
 const HELP: &str = "Examples:
   firn move job root@gpu-8

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::args::ContainerdArgs;
+use crate::containerd::ContainerdArgs;
 use crate::place::Kind;
 
 const HELP: &str = "Examples:

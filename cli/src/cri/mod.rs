@@ -1,6 +1,5 @@
 //! `firn cri-pods`: `CheckpointPod` and `RestorePod` of CRI in front of a containerd that has neither.
 
-pub mod args;
 mod caller;
 mod checkpoint;
 mod error;
@@ -22,8 +21,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::RwLock;
 use tokio::task::JoinSet;
 
-use self::args::CriPodsArgs;
 use self::error::CriError;
+use crate::args::cri::CriPodsArgs;
 use crate::checkpoint::Interrupts;
 use crate::containerd::{CallError, Containerd, block_on};
 use crate::output::line;

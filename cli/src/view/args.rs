@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::args::ContainerdArgs;
+use crate::containerd::ContainerdArgs;
 use crate::place::Kind;
 
 /// The argument that names a container or a checkpoint.

@@ -464,16 +464,11 @@ impl CheckpointError {
 
     /// Whether it failed because another container of its pod has.
     pub fn is_of_others(&self) -> bool {
-        matches!(
-            self,
-            Self::Refused {
-                cause: EffectError::Others,
-                ..
-            } | Self::RolledBack {
-                cause: EffectError::Others,
-                ..
-            }
-        )
+        let cause = match self {
+            Self::Refused { cause, .. } | Self::RolledBack { cause, .. } => Some(cause),
+            _ => None,
+        };
+        matches!(cause, Some(EffectError::Others))
     }
 
     /// Whether the image is complete all the same.

@@ -17,7 +17,13 @@ pub use file::{History, LIMIT, Place};
 pub use totals::{BUCKETS, Durations, Totals};
 
 use crate::blocking::blocking;
-use crate::journal::{Record, TraceParent};
+use crate::container::{Container, InitState};
+use crate::journal::{Operation, Record, TraceParent};
+use crate::panics::lock;
+use crate::phase::Phase;
+use crate::procfs;
+pub use crate::recording::PhaseTime;
+use crate::recording::{Recording, millis};
 use crate::warn::OrWarn;
 
 /// How long the file system of the history may take.
@@ -65,19 +71,6 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// A phase of a transaction.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct PhaseTime {
-    pub name: String,
-    /// When it began, after the transaction's begin.
-    pub at_ms: f64,
-    pub ms: f64,
-    /// It is the phase that has failed.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub failed: bool,
-}
-
 impl Entry {
     /// Whether the client got what it wanted.
     pub fn is_done(&self) -> bool {
@@ -122,10 +115,6 @@ pub fn code_of(error: &impl Display) -> Option<String> {
     code.starts_with("FIRN-").then(|| code.to_owned())
 }
 
-pub(crate) fn millis(time: Duration) -> f64 {
-    (time.as_secs_f64() * 1e6).round() / 1e3
-}
-
 /// A time in milliseconds since 1970 as text.
 pub(crate) fn time(at: u64) -> String {
     Rfc3339(Duration::from_millis(at)).to_string()
@@ -147,6 +136,48 @@ pub async fn write_killed(place: &Place, bundle: &Path) {
     let record = Record::read(bundle).ok().flatten();
     let killed = record.filter(|record| record.outcome.is_none());
     if let Some(entry) = killed.as_ref().and_then(Entry::of_killed) {
+        write(place, entry).await;
+    }
+}
+
+impl Recording {
+    /// What it came to, as the history has it.
+    pub fn outcome(&self, container: &Container, is_done: bool) -> &'static str {
+        match (self.operation, container.state()) {
+            _ if is_done => "done",
+            // Nothing is left of it.
+            (Operation::Restore, _) => "failed",
+            (_, InitState::Suspended) => "suspended",
+            _ if !procfs::is_alive(container.init.pid()) => "ended",
+            _ => "failed",
+        }
+    }
+
+    /// Writes the transaction into the history. `image` is that of the container, if it is known.
+    pub async fn end(&self, place: &Place, image: String, outcome: &'static str, code: Option<String>) {
+        let entry = {
+            let mut measured = lock(&self.measured);
+            if let Some(open) = measured.open {
+                let failed = outcome != "done" && open != Phase::Rollback;
+                measured.push(self.begun, open, failed);
+            }
+            Entry {
+                time: time(self.at),
+                at: self.at,
+                id: self.id.clone(),
+                kind: self.operation.name().to_owned(),
+                container: self.container.clone(),
+                namespace: self.namespace.clone(),
+                image,
+                outcome: outcome.to_owned(),
+                code: code.unwrap_or_default(),
+                ms: millis(self.begun.elapsed()),
+                phases: measured.phases.clone(),
+                gpu_bytes: measured.gpu_bytes,
+                image_bytes: measured.image_bytes,
+                trace: self.trace.clone(),
+            }
+        };
         write(place, entry).await;
     }
 }

@@ -27,7 +27,7 @@ fn totals() -> Totals {
         id: "2".to_owned(),
         kind: "restore".to_owned(),
         outcome: "failed".to_owned(),
-        code: "FIRN-DRIVER".to_owned(),
+        code: "FIRN-GPU-DRIVER".to_owned(),
         ms: 5.0,
         ..Entry::default()
     };
@@ -162,7 +162,7 @@ fn the_text_is_as_prometheus_wants_it() {
     let failed = [
         ("kind", "restore"),
         ("outcome", "failed"),
-        ("code", "FIRN-DRIVER"),
+        ("code", "FIRN-GPU-DRIVER"),
     ];
     assert_eq!(value("firn_transactions_total", &failed), 1.0);
     let done = [("kind", "checkpoint"), ("outcome", "done"), ("code", "")];
