@@ -167,7 +167,7 @@ pub fn a_killed_shim_is_remembered(platform: Platform) -> Result<()> {
         host.fault(&["--call", "checkpoint", "--hang"])?;
         let mut client = job.begin_checkpoint("checkpoint/job")?;
         wait_for("the driver's call", LIMIT, || {
-            let status = host.node().run(&["firn", "status"])?.stdout;
+            let status = host.node().run(&["firn", "ps"])?.stdout;
             Ok(status.contains("gpu-checkpoint").then_some(()))
         })?;
         let running = host.node().run(&["firn", "metrics"])?.stdout;
