@@ -131,6 +131,10 @@ pub const LEASES: &str = "/run/firn/leases";
 /// file for each container, with its bundle.
 pub const RUNC_TRANSACTIONS: &str = "/run/firn/runc";
 
+/// Directory of the node in which `firn checkpoint` and `firn move` lock the container that they work on: a
+/// directory for each namespace, and in it a file for each container.
+pub const COMMANDS: &str = "/run/firn/commands";
+
 /// Directory of the node in which firn notes who has turned on the host's huge pages.
 pub const HUGE_PAGES: &str = "/run/firn/huge-pages";
 

@@ -25,6 +25,7 @@ pub struct MoveArgs {
     /// Id of the container.
     pub container: String,
     /// The other node, as ssh takes it: USER@HOST.
+    #[arg(value_parser = node)]
     pub target: String,
     /// Id of the container there. Default: the same.
     #[arg(long, value_name = "ID")]
@@ -53,6 +54,14 @@ pub struct MoveArgs {
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+/// ssh would take what begins with a dash for one of its options.
+fn node(word: &str) -> Result<String, &'static str> {
+    match word.starts_with('-') || word.is_empty() {
+        true => Err("a node is USER@HOST"),
+        false => Ok(word.to_owned()),
+    }
 }
 
 impl MoveArgs {

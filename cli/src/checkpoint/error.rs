@@ -21,6 +21,12 @@ pub enum CheckpointError {
         "only a running or paused container can be checkpointed: see `ctr tasks list`"
     )]
     NotRunning { id: String },
+    #[error("another command of firn checkpoints or moves container {id}")]
+    #[problem("FIRN-BUSY", "try again when it has ended; `firn ps` shows how far it is")]
+    Busy { id: String },
+    #[error("cannot lock the container")]
+    #[problem("FIRN-FILE", "run it as root; `/run` has to be writable")]
+    Lock(#[source] io::Error),
     #[error("container {id} was made without an image or without a snapshot")]
     #[problem(
         "FIRN-NO-IMAGE",

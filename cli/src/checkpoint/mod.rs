@@ -1,5 +1,6 @@
 //! `firn checkpoint`: a container, or all containers of a pod, as an image, a tar file or an image directory.
 
+mod alone;
 mod error;
 mod explain;
 mod interrupt;

@@ -3,11 +3,14 @@
 //! It stands still from before its processes are dumped until the checkpoint is complete, so that the files
 //! that it has written are those of that moment. It is ended only after that: a failure never costs it.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use firn_config::names;
 use prost::Message;
 use tokio::time::sleep;
 
+use super::alone::Alone;
 use super::error::CheckpointError;
 use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
 use crate::oci_image::{Blob, Index, Part, media};
@@ -44,21 +47,29 @@ pub struct Source {
     pub namespace: String,
     lease: String,
     was_paused: bool,
+    _alone: Alone,
 }
 
 impl Source {
-    /// Looks the container up. Changes nothing.
+    /// Looks the container up, which no other command of firn may work on. Changes nothing.
     pub async fn find(containerd: &Containerd, namespace: &str, id: &str) -> Result<Found, CheckpointError> {
         let (id, namespace) = (id.to_owned(), namespace.to_owned());
         let container = match containerd.container(&id).await {
             Err(error) if error.is_absent() => return Err(CheckpointError::NoContainer { id, namespace }),
             container => container?,
         };
+        // Order matters: a pause that the other command has made is not how the container was found.
+        let alone =
+            Alone::take(Path::new(names::COMMANDS), &namespace, &id).map_err(CheckpointError::Lock)?;
+        let Some(alone) = alone else {
+            return Err(CheckpointError::Busy { id });
+        };
         match containerd.task_state(&id).await? {
             Some(state @ (TaskState::Running | TaskState::Paused)) => Ok(Found {
                 container,
                 namespace,
                 was_paused: state == TaskState::Paused,
+                alone,
             }),
             _ => Err(CheckpointError::NotRunning { id }),
         }
@@ -173,13 +184,14 @@ impl Source {
             let Err(failed) = self.containerd.resume(self.id()).await else {
                 return Ok(());
             };
-            match self.containerd.task_state(self.id()).await? {
-                Some(TaskState::Paused) if Instant::now() > until => {
+            // A containerd that is started again answers in a while.
+            match self.containerd.task_state(self.id()).await {
+                Ok(Some(TaskState::Paused)) | Err(_) if Instant::now() > until => {
                     let (id, message) = (self.id().to_owned(), failed.to_string());
                     return Err(CheckpointError::StillPaused { id, message });
                 }
-                Some(TaskState::Paused) => sleep(POLL).await,
-                _ => return Ok(()),
+                Ok(Some(TaskState::Paused)) | Err(_) => sleep(POLL).await,
+                Ok(_) => return Ok(()),
             }
         }
     }
@@ -205,6 +217,7 @@ pub struct Found {
     pub container: Container,
     pub namespace: String,
     was_paused: bool,
+    alone: Alone,
 }
 
 impl Found {
@@ -229,6 +242,7 @@ impl Found {
             namespace: self.namespace,
             lease,
             was_paused: self.was_paused,
+            _alone: self.alone,
         })
     }
 }

@@ -8,6 +8,9 @@ use firn_host::procfs;
 
 use super::error::InstallError;
 
+/// The program that runs next to a container of podman or CRI-O.
+const CONMON: &str = "conmon";
+
 /// Containers that an error names.
 const NAMED: usize = 5;
 
@@ -39,15 +42,21 @@ fn container(pid: i32) -> Option<String> {
 
 /// The same from what /proc has of the process.
 fn named(program: &Path, command: &[u8]) -> Option<String> {
-    if name_of(program)? != names::SHIM_PROGRAM {
-        return None;
-    }
     let words: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();
     let after = |option: &[u8]| {
         let at = words.iter().position(|word| *word == option)?;
         Some(String::from_utf8_lossy(words.get(at + 1)?).into_owned())
     };
-    Some(format!("{}/{}", after(b"-namespace")?, after(b"-id")?))
+    match name_of(program)? {
+        names::SHIM_PROGRAM => Some(format!("{}/{}", after(b"-namespace")?, after(b"-id")?)),
+        // Next to each container of podman and CRI-O; its runtime is called again to end that one.
+        CONMON => {
+            let runtime = after(b"-r").or_else(|| after(b"--runtime"))?;
+            let name = || after(b"-n").or_else(|| after(b"--name"));
+            (name_of(Path::new(&runtime))? == names::RUNC_PROGRAM).then(name)?
+        }
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -66,5 +75,10 @@ mod tests {
         assert_eq!(of("/opt/containerd-shim-runc-v2"), None);
         let start = b"containerd-shim-firn-v2\0--version\0";
         assert_eq!(named(Path::new("/opt/containerd-shim-firn-v2"), start), None);
+        let conmon =
+            |runtime: &str| format!("/usr/bin/conmon\0--api-version\01\0-c\0a1\0-r\0{runtime}\0-n\0job\0");
+        let of = |runtime: &str| named(Path::new("/usr/bin/conmon"), conmon(runtime).as_bytes());
+        assert_eq!(of("/usr/local/bin/firn-runc").unwrap(), "job");
+        assert_eq!(of("/usr/bin/crun"), None);
     }
 }

@@ -39,6 +39,17 @@ pub enum MoveError {
          ID` here; if not, `ctr tasks resume ID` here"
     )]
     Unknown { target: String, id: String },
+    #[error("container {id} runs on {target}, and its source could not be removed here: {message}")]
+    #[problem(
+        "FIRN-MOVE-LEFT",
+        "it is paused here: never resume it; `ctr tasks delete --force ID` and `ctr containers delete ID` \
+         remove it"
+    )]
+    Left {
+        target: String,
+        id: String,
+        message: String,
+    },
     #[error("the move of container {id} was interrupted")]
     #[problem("FIRN-INTERRUPTED", "the container goes on here, and nothing is left there")]
     Interrupted { id: String },

@@ -33,6 +33,9 @@ use check::Node;
 use error::MoveError;
 use ssh::Remote;
 
+/// The other node has failed to restore the container and to end what it began.
+const LEFT: &str = "FIRN-RESTORE-LEFT";
+
 /// True: done.
 pub fn run(args: &MoveArgs) -> Result<bool> {
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
@@ -129,7 +132,11 @@ async fn moved(
         Err(error) => Err(error),
     };
     let ended = match &done {
-        Ok(_) => ended(&source, steps).await,
+        Ok(_) => ended(&source, steps).await.map_err(|error| MoveError::Left {
+            target: args.target.clone(),
+            id: args.container.clone(),
+            message: error.shown(),
+        }),
         Err(MoveError::Unknown { .. }) => Ok(()),
         Err(_) => source.resume().await.map_err(MoveError::from),
     };
@@ -246,8 +253,15 @@ async fn with_base(source: &Source, mut index: Index) -> Result<(Part, Vec<Part>
 fn judged(args: &MoveArgs, answer: Option<Value>) -> Result<Value, MoveError> {
     match answer {
         Some(answer) if answer["pid"].as_u64().is_some() => Ok(answer),
-        Some(answer) => Err(refused(args, &answer)),
-        None => Err(unknown(args)),
+        // Whatever else it prints proves nothing, nor does a failure that may have left a task.
+        Some(answer)
+            if answer["failure"]
+                .as_str()
+                .is_some_and(|text| !text.starts_with(LEFT)) =>
+        {
+            Err(refused(args, &answer))
+        }
+        _ => Err(unknown(args)),
     }
 }
 
@@ -279,4 +293,35 @@ async fn ended(source: &Source, steps: &mut Steps) -> Result<(), MoveError> {
         key: &container.snapshot_key,
     };
     Ok(CallError::removed(containerd.remove_snapshot(snapshot).await)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Args, Command};
+
+    #[test]
+    fn only_a_failure_proves_that_nothing_runs_there() {
+        let Command::Move(args) = Args::parse_from(["firn", "move", "job", "root@other"]).command else {
+            panic!("not a move")
+        };
+        let of = |answer: Option<Value>| judged(&args, answer);
+        assert!(of(Some(json!({ "pid": 7 }))).is_ok());
+        let failed = of(Some(json!({ "failure": "FIRN-GPU-COUNT: two" })));
+        assert!(matches!(failed, Err(MoveError::Failed { message, .. }) if message.contains("two")));
+        let left = json!({ "failure": "FIRN-RESTORE-LEFT: its task may be left" });
+        for answer in [None, Some(Value::Null), Some(json!({})), Some(left)] {
+            assert!(matches!(of(answer), Err(MoveError::Unknown { .. })));
+        }
+    }
+
+    #[test]
+    fn a_source_that_stays_is_not_to_be_resumed() {
+        let (target, id, message) = ("b".to_owned(), "job".to_owned(), "gone".to_owned());
+        let shown = MoveError::Left { target, id, message }.shown();
+        assert!(shown.starts_with("FIRN-MOVE-LEFT: "), "{shown}");
+        assert!(shown.contains("never resume it"), "{shown}");
+    }
 }

@@ -66,13 +66,20 @@ pub async fn restore(
             id: args.name.clone().unwrap_or(args.from.clone()),
         }),
     };
-    if done.is_err() {
-        made.discard(&containerd).await;
-    }
+    let left = match &done {
+        Ok(_) => None,
+        Err(_) => made.discard(&containerd).await,
+    };
     if let Err(error) = plain.end_lease(&lease).await {
         note!("firn: what was read of the checkpoint is left for a day: {error}");
     }
-    done
+    match (done, left) {
+        (Err(error), Some(id)) => Err(RestoreError::Left {
+            id,
+            message: error.shown(),
+        }),
+        (done, _) => done,
+    }
 }
 
 async fn restored(
@@ -175,9 +182,20 @@ async fn spec(containerd: &Containerd, index: &Index) -> Result<(String, Spec), 
 fn named(args: &RestoreArgs, index: &Index, spec: &Spec) -> Result<String, RestoreError> {
     let of_source = || index.container().or_else(|| by_cgroup(spec)).map(str::to_owned);
     let id = args.name.clone().or_else(of_source);
-    id.ok_or_else(|| RestoreError::NoName {
+    let id = id.ok_or_else(|| RestoreError::NoName {
         dir: args.from.clone(),
-    })
+    })?;
+    match is_id(&id) {
+        true => Ok(id),
+        false => Err(RestoreError::NoId { id }),
+    }
+}
+
+/// What containerd takes for the id of a container, which never is a path.
+fn is_id(word: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    word.len() <= 76 && word.chars().all(fits) && ends(word.chars().next()) && ends(word.chars().last())
 }
 
 /// containerd's clients name the cgroup after the container: `/NAMESPACE/ID`, `SLICE:PREFIX:ID`.
@@ -310,12 +328,13 @@ async fn runtime(containerd: &Containerd, index: &Index) -> Result<Runtime, Rest
 }
 
 impl Made {
-    /// Removes all of it.
-    async fn discard(self, containerd: &Containerd) {
+    /// Removes all of it. Returns the container whose task may be left, and may run.
+    async fn discard(self, containerd: &Containerd) -> Option<String> {
+        let mut left = None;
         if let Some(container) = &self.container {
             let id = &container.id;
-            if self.task {
-                end(containerd, id).await;
+            if self.task && !end(containerd, id).await {
+                left = Some(id.clone());
             }
             report(&format!("container {id}"), containerd.delete_container(id).await);
         }
@@ -329,18 +348,22 @@ impl Made {
         if let Some(name) = &self.image {
             report(&format!("image {name}"), containerd.delete_image(name).await);
         }
+        left
     }
 }
 
-/// Ends a task that may have been started.
-async fn end(containerd: &Containerd, id: &str) {
+/// Ends a task that may have been started. False: it may be left.
+async fn end(containerd: &Containerd, id: &str) -> bool {
     let until = Instant::now() + END;
     loop {
         let deleted = containerd.delete(id).await;
         match deleted {
-            Ok(()) => return,
-            Err(error) if error.is_absent() => return,
-            Err(error) if Instant::now() > until => return report(&format!("the task of {id}"), Err(error)),
+            Ok(()) => return true,
+            Err(error) if error.is_absent() => return true,
+            Err(error) if Instant::now() > until => {
+                report(&format!("the task of {id}"), Err(error));
+                return false;
+            }
             Err(_) => {
                 // What cannot be killed has ended, or is deleted in the next round.
                 let _ended = containerd.kill(id).await;
@@ -355,5 +378,30 @@ fn report(what: &str, removed: Result<(), crate::containerd::CallError>) {
         && !error.is_absent()
     {
         note!("firn: {what} is left: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_in_a_checkpoint_is_no_path() {
+        assert!(["job", "a-1_b.c", "0"].into_iter().all(is_id));
+        let long = "a".repeat(77);
+        for word in [
+            "",
+            ".",
+            "..",
+            "../../srv/x",
+            "/srv/x",
+            "a/b",
+            "-a",
+            "a-",
+            "a b",
+            &long,
+        ] {
+            assert!(!is_id(word), "{word}");
+        }
     }
 }

@@ -36,6 +36,15 @@ pub enum RestoreError {
     #[error("the image directory {dir} does not name its container")]
     #[problem("FIRN-RESTORE-NAME", "add --name ID, the container to restore into")]
     NoName { dir: String },
+    #[error("container {id} was not restored, and its task may be left: {message}")]
+    #[problem(
+        "FIRN-RESTORE-LEFT",
+        "see `ctr tasks list`; `ctr tasks delete --force ID` ends it"
+    )]
+    Left { id: String, message: String },
+    #[error("{id:?} cannot be the id of a container")]
+    #[problem("FIRN-RESTORE-NAME", "add --name ID")]
+    NoId { id: String },
     #[error("an image directory is restored into a container that is there, with the GPUs of its spec")]
     #[problem(
         "FIRN-RESTORE-CLIENT",

@@ -168,6 +168,10 @@ fn interrupted(host: &GpuHost, to: &str, phase: &str) -> Result<String> {
     wait_for("the checkpoint to stand still", LIMIT, || {
         Ok(host.node().path("/run/firn-held").exists().then_some(()))
     })?;
+    // It would resume the container under the first one.
+    refused(host, &["checkpoint", "job", "/srv/second.tar"], "FIRN-BUSY")?;
+    let state = Container::known(host, "job").status()?;
+    ensure!(state == "PAUSED", "after a second command: {state}");
     let processes = host.node().processes();
     let firn = processes.iter().find(|process| process.command == "firn");
     host.node()
@@ -200,6 +204,8 @@ pub fn an_interrupted_checkpoint_leaves_nothing(platform: Platform) -> Result<()
                 ensure!(!host.has_image("checkpoint/job")? && !host.node().path(to).exists());
                 let journal = host.node().path(format!("{BUNDLES}/job/firn-journal"));
                 ensure!(!journal.exists(), "a journal is left");
+                let lock = host.node().path("/run/firn/commands/default/job");
+                ensure!(!lock.exists(), "a lock is left");
                 nothing_left(host)?;
             }
         }

@@ -1,0 +1,61 @@
+//! One command of firn at a time for a container: a second one would resume it under the first.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Its file is locked while this lives, and removed with it. If the command is killed, the kernel unlocks it.
+#[derive(Debug)]
+pub struct Alone {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Alone {
+    /// None if another command works on the container. `dir` is made if it is not there.
+    pub fn take(dir: &Path, namespace: &str, id: &str) -> io::Result<Option<Self>> {
+        let dir = dir.join(namespace);
+        DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        let path = dir.join(id);
+        loop {
+            let mut options = OpenOptions::new();
+            let file = options.create(true).append(true).mode(0o600).open(&path)?;
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(error)) => return Err(error),
+            }
+            // The command before may have removed it since it was opened.
+            if fs::metadata(&path)
+                .is_ok_and(|there| file.metadata().is_ok_and(|own| own.ino() == there.ino()))
+            {
+                return Ok(Some(Self { path, _file: file }));
+            }
+        }
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        // Order matters: nobody else has it while it is removed.
+        let _removed = fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_container_is_one_commands_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let take = |id| Alone::take(dir.path(), "default", id).unwrap();
+        let first = take("job").unwrap();
+        assert!(take("job").is_none());
+        assert!(take("other").is_some());
+        drop(first);
+        assert!(!dir.path().join("default/job").exists());
+        assert!(take("job").is_some());
+    }
+}
