@@ -14,6 +14,7 @@ mod tasks;
 mod upload;
 
 use std::collections::HashMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -37,6 +38,22 @@ pub use tasks::TaskState;
 
 /// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
 pub const BUNDLES: &str = "io.containerd.runtime.v2.task";
+
+/// Bundles of containerd's containers, in all namespaces. What cannot be read has none.
+pub fn bundles(state: &Path) -> Vec<PathBuf> {
+    let entries = |dir: &Path| {
+        fs::read_dir(dir)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+    };
+    let mut bundles: Vec<PathBuf> = entries(&state.join(BUNDLES))
+        .flat_map(|namespace| entries(&namespace))
+        .collect();
+    bundles.sort();
+    bundles
+}
 
 /// How long containerd may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(10);

@@ -92,19 +92,11 @@ class Written:
 
     def pids(self, end):
         """The machine's ids of its processes."""
-        listed = self.host.ctr("tasks", "ps", self.id, check=False, deadline=end, namespace=self.namespace)
-        rows = (line.split() for line in listed.stdout.splitlines()[1:])
-        return [int(row[0]) for row in rows if row]
+        return self.host.pids(self.id, end, self.namespace)
 
     def timings(self):
         """Milliseconds by phase of the shim's last transaction."""
-        place = f"{self.host.work}/state/io.containerd.runtime.v2.task/{self.namespace}/{self.id}/firn-timings.json"
-        try:
-            with open(place, encoding="utf-8") as file:
-                timings = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        return {**{phase["name"]: phase["ms"] for phase in timings["phases"]}, "total": timings["total_ms"]}
+        return hosts.timings_in(self.host.bundle(self.id, self.namespace))
 
 
 def command(gib):

@@ -226,6 +226,16 @@ class Host:
             raise Failed(f"{shown}: exit status {process.returncode}: {err.strip()}")
         return subprocess.CompletedProcess(command, process.returncode, out or "", err or "")
 
+    def pids(self, container, deadline, namespace=NAMESPACE):
+        """The machine's ids of a container's processes."""
+        listed = self.ctr("tasks", "ps", container, check=False, deadline=deadline, namespace=namespace)
+        rows = (line.split() for line in listed.stdout.splitlines()[1:])
+        return [int(row[0]) for row in rows if row]
+
+    def bundle(self, container, namespace=NAMESPACE):
+        """The bundle directory of a container."""
+        return f"{self.work}/state/{os.path.basename(BUNDLES)}/{namespace}/{container}"
+
     def import_image(self, archive, deadline, namespace=NAMESPACE):
         """Import and unpack an OCI archive."""
         self.ctr("images", "import", "--snapshotter", "overlayfs", archive, deadline=deadline, namespace=namespace)
@@ -302,9 +312,7 @@ class Container:
 
     def pids(self, deadline):
         """The machine's ids of the container's processes."""
-        listed = self.host.ctr("tasks", "ps", self.name, check=False, deadline=deadline)
-        rows = (line.split() for line in listed.stdout.splitlines()[1:])
-        return [int(row[0]) for row in rows if row]
+        return self.host.pids(self.name, deadline)
 
     def status(self, deadline):
         """The task's status in ctr's words, None without a task."""
@@ -314,16 +322,11 @@ class Container:
 
     def bundle(self):
         """The bundle directory that the shim works in."""
-        return f"{self.host.work}/state/io.containerd.runtime.v2.task/{NAMESPACE}/{self.name}"
+        return self.host.bundle(self.name)
 
     def timings(self):
         """Milliseconds by phase of the shim's last transaction on this container; empty with another shim."""
-        try:
-            with open(f"{self.bundle()}/firn-timings.json", encoding="utf-8") as file:
-                timings = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        return {**{phase["name"]: phase["ms"] for phase in timings["phases"]}, "total": timings["total_ms"]}
+        return timings_in(self.bundle())
 
     def keep_evidence(self, directory):
         """Copy the logs of CRIU and runc out of the bundle."""
@@ -351,6 +354,16 @@ class Container:
                 os.kill(pid, signal.SIGKILL)
         if left or os.path.exists(self.bundle()):
             raise Failed(f"{self.name} could not be removed cleanly: processes {left or 'none'}, bundle {self.bundle()}")
+
+
+def timings_in(bundle):
+    """Milliseconds by phase of the shim's last transaction; empty without one."""
+    try:
+        with open(f"{bundle}/firn-timings.json", encoding="utf-8") as file:
+            timings = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return {**{phase["name"]: phase["ms"] for phase in timings["phases"]}, "total": timings["total_ms"]}
 
 
 def mounts_below(directory):

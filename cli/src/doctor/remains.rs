@@ -18,7 +18,7 @@ use firn_transaction::recovery;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::Check;
-use crate::containerd::{BUNDLES, block_on};
+use crate::containerd::{block_on, bundles};
 use crate::program;
 
 const NAME: &str = "leftovers";
@@ -121,22 +121,6 @@ impl Fix {
         }
         Ok(())
     }
-}
-
-/// Bundles of containerd's containers.
-fn bundles(state: &Path) -> Vec<PathBuf> {
-    let entries = |dir: &Path| {
-        fs::read_dir(dir)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|entry| entry.path())
-    };
-    let mut bundles: Vec<PathBuf> = entries(&state.join(BUNDLES))
-        .flat_map(|namespace| entries(&namespace))
-        .collect();
-    bundles.sort();
-    bundles
 }
 
 /// NAMESPACE/ID

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use super::args::{Common, PruneArgs};
 use super::find::{self, Checkpoint, Kind};
-use crate::containerd::{BUNDLES, Containerd, block_on};
+use crate::containerd::{Containerd, block_on, bundles};
 use crate::oci_image::ImageError;
 use crate::output::{self, line, note};
 use crate::text;
@@ -132,14 +132,7 @@ struct Used {
 impl Used {
     fn find(common: &Common) -> Result<Self> {
         let mut used = Self::default();
-        let entries = |dir: &Path| {
-            fs::read_dir(dir)
-                .into_iter()
-                .flatten()
-                .flatten()
-                .map(|entry| entry.path())
-        };
-        for bundle in entries(&common.state.join(BUNDLES)).flat_map(|namespace| entries(&namespace)) {
+        for bundle in bundles(&common.state) {
             let id = bundle
                 .file_name()
                 .unwrap_or_default()
