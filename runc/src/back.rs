@@ -56,7 +56,7 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
                 left(line, &reaper).await?;
                 restore::run(line, &reaper).await
             }
-            Verb::Kill | Verb::Delete | Verb::Other => Ok(Done::Pass),
+            Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Other => Ok(Done::Pass),
         }
     }));
     // A call that is stuck in the kernel must not keep the answer back.
@@ -64,14 +64,19 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
     done
 }
 
-/// Rolls back what an earlier process has left of a transaction. A kill is done with it.
+/// Rolls back what an earlier process has left of a transaction. A kill is done with it, and a resume if the
+/// container runs.
 async fn left(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     let Some(id) = open::named(line) else {
         return Ok(Done::Pass);
     };
     match Open::find(line, id).map_err(Trouble::Notes)? {
+        Found::Nothing => Ok(Done::Pass),
+        Found::Busy if matches!(line.verb, Verb::Pause | Verb::Resume) => {
+            Err(Trouble::Busy { id: id.to_owned() }.into())
+        }
         // The client may end or see a container that is under way.
-        Found::Nothing | Found::Busy => Ok(Done::Pass),
+        Found::Busy => Ok(Done::Pass),
         Found::Left(open) => recover::run(line, id, open, reaper).await,
     }
 }

@@ -56,6 +56,8 @@ pub enum Verb {
     Kill,
     /// With `--force`.
     Delete,
+    Pause,
+    Resume,
     /// Any other, and requests for help.
     Other,
 }
@@ -72,6 +74,8 @@ impl Verb {
             "restore" => Self::Restore,
             "delete" if options.has("force") || options.has("f") => Self::Delete,
             "kill" if words.iter().any(is_kill) => Self::Kill,
+            "pause" => Self::Pause,
+            "resume" => Self::Resume,
             _ => Self::Other,
         }
     }
@@ -237,6 +241,9 @@ mod tests {
             ("restore -h", Verb::Other),
             ("--root /r run job", Verb::Create),
             ("state job", Verb::Other),
+            ("pause job", Verb::Pause),
+            ("resume job", Verb::Resume),
+            ("resume --help", Verb::Other),
         ] {
             assert_eq!(parse(line).verb, verb, "{line}");
         }

@@ -43,6 +43,11 @@ impl State {
     pub fn is_alive(&self) -> bool {
         self.status != "stopped" && self.pid > 0
     }
+
+    /// Whether its processes are not frozen.
+    pub fn is_running(&self) -> bool {
+        self.status == "running"
+    }
 }
 
 /// What runc knows of the container; none if it knows none of this id.

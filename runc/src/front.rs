@@ -50,14 +50,25 @@ fn serve(words: &[OsString], line: Option<&CommandLine>) -> Result<ExitCode, Tro
                 }
             }
         }
-        Verb::Kill | Verb::Delete | Verb::Other => {
+        Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Other => recover(words, line),
+    }
+}
+
+/// Rolls back what is left of a transaction of the container, before runc gets the call.
+fn recover(words: &[OsString], line: &CommandLine) -> Result<ExitCode, Trouble> {
+    if let Some(id) = open::named(line) {
+        let recovered = call(Action::Recover, words)?;
+        match (recovered.code(), line.verb) {
+            (Some(0), _) => return Ok(ExitCode::SUCCESS),
+            (Some(code), _) if code == i32::from(PASS) => {}
+            // runc would freeze or thaw the container in the middle of a dump, or thaw it without its GPU state.
+            (Some(_), Verb::Pause | Verb::Resume) => return Ok(ExitCode::FAILURE),
+            (None, Verb::Pause | Verb::Resume) => return Err(Trouble::Left { id: id.to_owned() }),
             // After a failure, which the recovery has reported, runc's call shows what the container is.
-            if open::named(line).is_some() && call(Action::Recover, words)?.success() {
-                return Ok(ExitCode::SUCCESS);
-            }
-            match become_runc(words)? {}
+            _ => {}
         }
     }
+    match become_runc(words)? {}
 }
 
 /// Calls this program again, in a process group of its own: a Ctrl-C is for the client. Waits for its end.

@@ -83,6 +83,13 @@ async fn checkpointed(
             let is_killed = line.verb == Verb::Kill;
             Ok(if is_killed { Done::Here } else { Done::Pass })
         }
+        (Some(container), Verb::Resume) => {
+            rolled_back(&container, recovery, reaper).await?;
+            let state = self::state(line, id, reaper).await?;
+            // Paused it is if the client had paused it before the checkpoint.
+            let runs = state.is_some_and(|state| state.is_running());
+            Ok(if runs { Done::Here } else { Done::Pass })
+        }
         (Some(container), _) => rolled_back(&container, recovery, reaper).await,
         (None, _) => {
             ended(bundle, None, recovery, reaper).await;

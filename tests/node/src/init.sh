@@ -42,12 +42,6 @@ for node in null zero full random urandom tty console kmsg fuse net/tun loop-con
     # Copied, not created: a node exists if the host has its device, under the same numbers.
     [ ! -c "/dev/$node" ] || cp -a "/dev/$node" "dev/$node"
 done
-# Loop devices that the kernel adds later appear in the host's /dev only.
-n=0
-while [ -c /dev/loop-control ] && [ "$n" -lt 64 ]; do
-    mknod -m 0660 "dev/loop$n" b 7 "$n"
-    n=$((n + 1))
-done
 if [ -e "$dir/systemd" ]; then
     ln -sf null dev/console
     printf '[Unit]\nDefaultDependencies=no\n' >etc/systemd/system/firn-node.target

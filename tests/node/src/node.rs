@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use crate::cgroup::{Cgroup, CgroupMode, Hierarchies};
 use crate::host;
@@ -23,6 +24,9 @@ use crate::wait::wait_for;
 const GUARD: &str = include_str!("guard.sh");
 const INIT: &str = include_str!("init.sh");
 const BOOT_DEADLINE: Duration = Duration::from_secs(30);
+/// Major number of loop devices, and how many a node can open.
+const LOOP_MAJOR: u64 = 7;
+const LOOPS: u64 = 1024;
 
 /// How a node is to be made.
 #[derive(Clone, Debug)]
@@ -308,6 +312,7 @@ impl Node {
                 )
             }
         }
+        make_loops(&self.path("/dev"))?;
         if systemd {
             let target = ["systemctl", "is-active", "--quiet", "firn-node.target"];
             wait_for("systemd", BOOT_DEADLINE, || Ok(self.run(&target).ok().map(drop)))?;
@@ -325,6 +330,25 @@ impl Drop for Node {
             host::progress(&format!("{error:#}"));
         }
     }
+}
+
+/// Makes nodes of loop devices in `dev`: those that the kernel adds later appear in the host's /dev only. All
+/// nodes share the host's devices, so a number may be as high as there are simulated GPUs in all suites.
+fn make_loops(dev: &Path) -> Result<()> {
+    if !dev.join("loop-control").exists() {
+        return Ok(());
+    }
+    for number in 0..LOOPS {
+        let path = dev.join(format!("loop{number}"));
+        mknod(
+            &path,
+            SFlag::S_IFBLK,
+            Mode::from_bits_truncate(0o660),
+            makedev(LOOP_MAJOR, number),
+        )
+        .with_context(|| format!("make {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// The first line that comes out of the pipe, empty at its end; `None` if neither comes in time.

@@ -45,7 +45,16 @@ impl Podman<'_> {
 
     /// What it prints when it fails.
     pub fn fails(self, words: &[&str]) -> Result<String> {
-        let output = self.0.node().command("podman").args(words).output()?;
+        self.program_fails("podman", words)
+    }
+
+    /// What firn-runc prints when it fails.
+    pub fn runtime_fails(self, words: &[&str]) -> Result<String> {
+        self.program_fails(FIRN_RUNC, words)
+    }
+
+    fn program_fails(self, program: &str, words: &[&str]) -> Result<String> {
+        let output = self.0.node().command(program).args(words).output()?;
         ensure!(!output.status.success(), "{words:?} did not fail");
         Ok(String::from_utf8_lossy(&output.stderr).into_owned())
     }
@@ -75,6 +84,13 @@ impl Podman<'_> {
         ];
         self.run(&[&run[..], &job].concat())?;
         self.goes_on(name, 3).map(drop)
+    }
+
+    pub fn id(self, name: &str) -> Result<String> {
+        Ok(self
+            .run(&["inspect", "--format", "{{.Id}}", name])?
+            .trim()
+            .to_owned())
     }
 
     pub fn lines(self, name: &str) -> Result<Lines> {

@@ -140,11 +140,17 @@ fn a_killed_checkpoint_is_rolled_back(platform: Platform) -> Result<()> {
         );
         podman.goes_on("job", 3)?;
         podman.no_checkpoint("job")?;
+        let id = podman.id("job")?;
         for call in [
-            &["exec", "job", "true"][..],
-            &["container", "checkpoint", "--leave-running", "job"],
+            &["podman", "exec", "job", "true"][..],
+            &["podman", "container", "checkpoint", "--leave-running", "job"],
+            &[FIRN_RUNC, "resume", &id],
         ] {
             let client = podman.hang("job")?;
+            for verb in ["pause", "resume"] {
+                let error = podman.runtime_fails(&[verb, &id])?;
+                ensure!(error.contains("FIRN-BUSY: "), "{verb}: {error}");
+            }
             podman.kill(true)?;
             ensure!(
                 !client.wait_with_output()?.status.success(),
@@ -154,7 +160,7 @@ fn a_killed_checkpoint_is_rolled_back(platform: Platform) -> Result<()> {
                 podman.is_noted() && podman.is_locked()?,
                 "somebody else has rolled it back"
             );
-            podman.run(call)?;
+            node.node().run(call)?;
             ensure!(!podman.is_noted(), "the note is left after {call:?}");
             podman.goes_on("job", 3)?;
         }
@@ -187,8 +193,16 @@ fn a_suspended_container_goes_on(platform: Platform) -> Result<()> {
         ensure!(podman.is_noted(), "there is no note of it");
         let error = podman.fails(&["container", "checkpoint", "--leave-running", "job"])?;
         ensure!(error.contains("FIRN-GPU-SUSPENDED: "), "{error}");
+        let id = podman.id("job")?;
+        let error = podman.runtime_fails(&["resume", &id])?;
+        ensure!(error.contains("FIRN-GPU-SUSPENDED: "), "{error}");
+        let state = node.node().run(&["runc", "state", &id])?.stdout;
+        ensure!(
+            state.contains("\"paused\""),
+            "resumed without its GPU state: {state}"
+        );
         node.no_faults()?;
-        podman.run(&["exec", "job", "true"])?;
+        node.node().run(&[FIRN_RUNC, "resume", &id])?;
         podman.goes_on("job", 3)?;
         ensure!(!podman.is_noted(), "the note is left");
         podman.clear()
@@ -223,7 +237,11 @@ fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
                 client.kill()?;
                 client.wait()?;
                 let id = podman.notes().pop().context("there is no note")?;
-                node.node().run(&[FIRN_RUNC, "delete", "--force", &id])?;
+                // conmon, once the restored process is gone, calls it too, and runc may fail if both delete.
+                wait_for("the container's removal", LIMIT, || {
+                    let deleted = node.node().run(&[FIRN_RUNC, "delete", "--force", &id]);
+                    Ok(deleted.ok())
+                })?;
             } else {
                 let output = client.wait_with_output()?;
                 let error = String::from_utf8_lossy(&output.stderr);
