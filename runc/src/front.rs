@@ -61,7 +61,8 @@ fn recover(words: &[OsString], line: &CommandLine) -> Result<ExitCode, Trouble> 
         match (recovered.code(), line.verb) {
             (Some(0), _) => return Ok(ExitCode::SUCCESS),
             (Some(code), _) if code == i32::from(PASS) => {}
-            // runc would freeze or thaw the container in the middle of a dump, or thaw it without its GPU state.
+            // runc would freeze or thaw the container in the middle of a dump, or thaw it without its GPU
+            // state.
             (Some(_), Verb::Pause | Verb::Resume) => return Ok(ExitCode::FAILURE),
             (None, Verb::Pause | Verb::Resume) => return Err(Trouble::Left { id: id.to_owned() }),
             // After a failure, which the recovery has reported, runc's call shows what the container is.
