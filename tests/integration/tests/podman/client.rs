@@ -4,7 +4,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_lab::{GpuHost, IMAGE, Lines, SimGpu};
+use firn_lab::{Claims, GpuHost, IMAGE, Lines, SimGpu};
 use firn_node::{Platform, wait_for};
 
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -41,6 +41,12 @@ pub struct Podman<'h>(pub &'h GpuHost);
 impl Podman<'_> {
     pub fn run(self, words: &[&str]) -> Result<String> {
         Ok(self.0.node().run(&[&["podman"], words].concat())?.stdout)
+    }
+
+    /// What it does with firn, for the page of clients.
+    pub fn claims(self) -> Result<Claims> {
+        let version = self.run(&["version", "--format", "{{.Client.Version}}"])?;
+        Ok(Claims::new("podman", &version, "firn-runc"))
     }
 
     /// What it prints when it fails.

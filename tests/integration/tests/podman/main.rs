@@ -9,10 +9,16 @@ use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{IMAGE, cases, matrix, on};
+use firn_lab::{IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, wait_for};
 
 use client::{ARCHIVE, FIRN_RUNC, LIMIT, Podman, host};
+
+/// Operations in the table of clients.
+const COPY: &str = "`container restore --import --name`, next to its source";
+const DAY: &str = "without a GPU: `run`, `exec`, `top`, `pause`, `update`, `kill`, `wait`, `start`, `stop`, \
+                   `container checkpoint`, `container restore`";
+const NO_COPY: &str = "refused, unless the source has `--cgroupns host` ([why](podman.md#limits))";
 
 /// A counter goes on in the container, in one that is restored from the archive, and on the GPU that the node
 /// gives it, under its own name and next to itself.
@@ -20,9 +26,12 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
     on([host(platform, "po-move", 2)?], |[node]| {
         let podman = Podman(node);
         podman.count("job", "0")?;
+        let claims = podman.claims()?;
         podman.checkpoint(&["--leave-running"], "job")?;
         podman.goes_on("job", 3)?;
+        claims.works("`container checkpoint --export --leave-running`")?;
         podman.checkpoint(&[], "job")?;
+        claims.works("`container checkpoint --export`")?;
         let reached = podman.lines("job")?.reached(1);
         let state = [
             "inspect",
@@ -37,6 +46,7 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
         let from = podman.goes_on("job", 3)?;
         ensure!(from >= reached, "it began again: {from} after {reached}");
         podman.uses(&[0])?;
+        claims.works("`container restore --import`")?;
         // What was restored can be checkpointed. The node has the choice of the GPU.
         podman.checkpoint(&[], "job")?;
         podman.run(&["rm", "job"])?;
@@ -44,6 +54,7 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
         podman.run(&["container", "restore", "--import", ARCHIVE])?;
         podman.goes_on("job", 3)?;
         podman.uses(&[1])?;
+        claims.works("`container restore --import`, onto the GPU that the node's configuration names")?;
         node.configure("[restore]\ngpus = [\"0\"]\n")?;
         let copy = ["container", "restore", "--import", ARCHIVE, "--name", "copy"];
         if node.node().record().cgroup == CgroupMode::V2 {
@@ -52,16 +63,19 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
             ensure!(error.contains("FIRN-IMAGE-PRIVILEGE: "), "{error}");
             podman.goes_on("job", 3)?;
             podman.uses(&[1])?;
+            claims.saw(&format!("{COPY}, cgroup v2"), Outcome::Limited(NO_COPY))?;
             return podman.clear();
         }
         podman.run(&copy)?;
         podman.goes_on("copy", 3)?;
         podman.goes_on("job", 3)?;
         podman.uses(&[0, 1])?;
+        claims.works(&format!("{COPY}, cgroup v1"))?;
         // Within podman's own storage.
         podman.run(&["container", "checkpoint", "copy"])?;
         podman.run(&["container", "restore", "copy"])?;
         podman.goes_on("copy", 3)?;
+        claims.works("`container checkpoint`, `container restore`")?;
         podman.clear()
     })
 }
@@ -345,6 +359,7 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
         assert_eq!(day(podman, "firn-runc")?, shown);
         let failed: Vec<&String> = shown.iter().filter(|line| !line.contains("Some(0)")).collect();
         assert_eq!(failed.len(), 3, "{failed:?}");
+        podman.claims()?.works(DAY)?;
         for words in [
             &["--version"][..],
             &["--help"],
