@@ -32,6 +32,28 @@ const OF_VERBS: &[&str] = &[
     "work-path",
 ];
 
+/// Options with a value of `exec`, after whose id any word may follow.
+const OF_EXEC: &[&str] = &[
+    "additional-gids",
+    "apparmor",
+    "c",
+    "cap",
+    "cgroup",
+    "console-socket",
+    "cwd",
+    "e",
+    "env",
+    "g",
+    "p",
+    "pid-file",
+    "pidfd-socket",
+    "preserve-fds",
+    "process",
+    "process-label",
+    "u",
+    "user",
+];
+
 /// runc's directory of state if `--root` names none.
 const ROOT: &str = "/run/runc";
 
@@ -41,7 +63,7 @@ pub struct CommandLine {
     global: Options,
     pub verb: Verb,
     options: Options,
-    /// All words after the verb.
+    /// All words after the verb, of `exec` no further than its id.
     words: Vec<String>,
 }
 
@@ -87,10 +109,16 @@ impl CommandLine {
         let words: Option<Vec<String>> = words.iter().map(|word| Some(word.to_str()?.to_owned())).collect();
         let global = Options::parse(&words?, GLOBAL);
         let (verb, words) = global.rest.split_first()?;
-        let options = Options::parse(words, OF_VERBS);
+        let is_exec = verb == "exec";
+        let options = Options::parse(words, if is_exec { OF_EXEC } else { OF_VERBS });
+        let command = if is_exec {
+            options.rest.len().saturating_sub(1)
+        } else {
+            0
+        };
         Some(Self {
             verb: Verb::of(verb, &options, words),
-            words: words.to_vec(),
+            words: words[..words.len() - command].to_vec(),
             options,
             global,
         })
@@ -101,7 +129,7 @@ impl CommandLine {
         self.options.rest.first().map(String::as_str)
     }
 
-    /// All words after the verb: one of them is the id, whatever options the verb has.
+    /// Words after the verb, one of which is the id, whatever options the verb has.
     pub fn words(&self) -> &[String] {
         &self.words
     }
@@ -257,5 +285,21 @@ mod tests {
         assert_eq!(line.values("empty-ns").collect::<Vec<_>>(), ["network", "ipc"]);
         assert!(CommandLine::parse(&["--version".into()]).is_none());
         assert_eq!(parse("exec -- job sh").id(), Some("job"));
+    }
+
+    #[test]
+    fn a_command_in_a_container_names_no_container() {
+        for (line, words) in [
+            ("exec job kill other", &["job"][..]),
+            (
+                "exec -u 0 --env A=b --tty job sh -c other",
+                &["-u", "0", "--env", "A=b", "--tty", "job"],
+            ),
+            ("exec -- job other", &["--", "job"]),
+            ("exec", &[]),
+            ("kill --all job 9", &["--all", "job", "9"]),
+        ] {
+            assert_eq!(parse(line).words(), words, "{line}");
+        }
     }
 }

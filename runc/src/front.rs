@@ -14,6 +14,9 @@ use crate::error::{Failure, Trouble};
 use crate::program::runc;
 use crate::{logger, open};
 
+/// Exit status of a Rust program that has panicked.
+const PANICKED: i32 = 101;
+
 /// Does what the command line requests.
 pub fn run(words: &[OsString]) -> ExitCode {
     let line = CommandLine::parse(words);
@@ -40,8 +43,8 @@ fn serve(words: &[OsString], line: Option<&CommandLine>) -> Result<ExitCode, Tro
             let done = call(Action::Transact, words)?;
             match done.code() {
                 Some(code) if code == i32::from(PASS) => match become_runc(words)? {},
-                Some(code) => Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
-                None => {
+                Some(code) if code != PANICKED => Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
+                _ => {
                     let recovered = call(Action::Recover, words)?;
                     Err(match recovered.code() {
                         Some(code) if code == i32::from(PASS) => Trouble::Killed { id },

@@ -102,11 +102,11 @@ impl Open {
         Ok(is_same.then_some(Self { path, file }))
     }
 
-    /// The container's bundle.
-    pub fn bundle(&mut self) -> io::Result<PathBuf> {
+    /// The container's bundle. None: the process was killed before it had noted it, and has done nothing.
+    pub fn bundle(&mut self) -> io::Result<Option<PathBuf>> {
         let mut bundle = String::new();
         (&self.file).take(LIMIT).read_to_string(&mut bundle)?;
-        Ok(bundle.into())
+        Ok(Some(PathBuf::from(bundle)).filter(|bundle| bundle.is_absolute()))
     }
 
     /// The transaction is over.
@@ -139,7 +139,14 @@ mod tests {
         let Found::Left(mut left) = Open::find(&line, "job").unwrap() else {
             panic!("it is not left");
         };
-        assert_eq!(left.bundle().unwrap(), Path::new("/bundle"));
+        assert_eq!(left.bundle().unwrap().as_deref(), Some(Path::new("/bundle")));
+        left.end().unwrap();
+        assert!(matches!(Open::find(&line, "job").unwrap(), Found::Nothing));
+        fs::write(dir(&line).join("job"), "").unwrap();
+        let Found::Left(mut left) = Open::find(&line, "job").unwrap() else {
+            panic!("an empty note is not left");
+        };
+        assert_eq!(left.bundle().unwrap(), None);
         left.end().unwrap();
         assert!(matches!(Open::find(&line, "job").unwrap(), Found::Nothing));
         fs::remove_dir(dir(&line)).unwrap();

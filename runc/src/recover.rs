@@ -30,9 +30,10 @@ const ENDED: Duration = Duration::from_secs(20);
 
 /// Rolls back the transaction of container `id` that is noted in `open`.
 pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) -> Result<Done, Failure> {
-    let bundle = open.bundle().map_err(Trouble::Notes)?;
     let mut done = Done::Pass;
-    if let Some(recovery) = Recovery::of(&bundle) {
+    let bundle = open.bundle().map_err(Trouble::Notes)?;
+    let recovery = bundle.as_deref().and_then(Recovery::of);
+    if let (Some(bundle), Some(recovery)) = (bundle, recovery) {
         recovery.record().adopt();
         history::write_killed(&Place::default(), &bundle).await;
         log::warn!(
