@@ -3,7 +3,6 @@
 //! Keys and signatures are minisign's (Ed25519). A key with a password is for minisign's own program, which
 //! is given the trusted comment that `--print-comment` prints.
 
-use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -33,8 +32,10 @@ struct Key {
 
 pub fn run(args: &SignArgs) -> Result<bool> {
     let (image, layer) = image::parts(&args.dir);
-    let manifest = Manifest::read(&image).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
-    let manifest = manifest.with_context(|| {
+    let manifest =
+        Manifest::read_with_bytes(&image).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
+    // Order matters: what is signed is what was compared with the image, whoever writes there meanwhile.
+    let (manifest, bytes) = manifest.with_context(|| {
         format!(
             "{} has no {}: firn signs only its own checkpoints",
             image.display(),
@@ -65,7 +66,6 @@ pub fn run(args: &SignArgs) -> Result<bool> {
         return Ok(true);
     };
     let key = Key::read(key)?;
-    let bytes = fs::read(image.join(names::MANIFEST)).context("cannot read the manifest")?;
     let text = key.sign(&bytes, &comment);
     let written = atomic_file::write(&image, names::SIGNATURE, text.as_bytes(), 0o600);
     let path = image.join(names::SIGNATURE);
@@ -126,6 +126,8 @@ impl Key {
 #[cfg(test)]
 mod tests {
     use firn_image::signature::check;
+
+    use std::fs;
 
     use super::*;
 

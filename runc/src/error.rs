@@ -54,14 +54,10 @@ pub enum Trouble {
     #[error("another checkpoint or restore of container {id} is under way")]
     #[problem("FIRN-BUSY", "try again when that is over")]
     Busy { id: String },
-    #[error(
-        "the process that did this for container {id} was killed or panicked, and what it had done is rolled back"
-    )]
+    #[error("the process that did this for container {id} died, and what it had done is rolled back")]
     #[problem("FIRN-RUNC-KILLED", "try again")]
     Killed { id: String },
-    #[error(
-        "the process that did this for container {id} was killed or panicked, and what it had done is not rolled back"
-    )]
+    #[error("the process that did this for container {id} died, and what it had done is not rolled back")]
     #[problem(
         "FIRN-RUNC-KILLED",
         "the next call for the container tries to roll it back; the output names why"
