@@ -4,6 +4,7 @@
 //! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
 //! prost; `()` skips all fields.
 
+mod containers;
 mod content;
 mod cri;
 mod events;

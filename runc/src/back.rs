@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use firn_transaction::look;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recording::{self, Call};
+use nix::sys::prctl;
 
 use crate::action::{Action, Done, PASS};
 use crate::command_line::{CommandLine, Verb};
@@ -27,6 +28,8 @@ pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
     let Some(line) = CommandLine::parse(words) else {
         return ExitCode::from(PASS);
     };
+    // `firn ps` knows the owner of a transaction by it. The kernel has it as "exe", from /proc/self/exe.
+    let _named = prctl::set_name(c"firn-runc");
     logger::start(&line);
     match serve(action == Some(Action::Recover), &line) {
         Ok(Done::Here) => ExitCode::SUCCESS,

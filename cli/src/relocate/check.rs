@@ -6,7 +6,6 @@ use firn_oci::Spec;
 use firn_remap::Grant;
 use serde::Deserialize;
 
-use crate::containerd::Container;
 use crate::program;
 
 /// What `firn restore --check` prints on the other node.
@@ -27,12 +26,6 @@ pub fn own_gpus(spec: &Spec) -> Option<(String, Vec<Gpu>)> {
     let grant = Grant::of_spec(spec, &inventory).ok()?;
     let gpus = Some(grant.gpus).filter(|gpus| !gpus.is_empty());
     gpus.map(|gpus| (inventory.driver_version, gpus))
-}
-
-/// The spec that containerd has of a container.
-pub fn spec(container: &Container) -> Spec {
-    let bytes = container.spec.as_ref().map_or(&[][..], |spec| &spec.value);
-    Spec::from(serde_json::from_slice::<serde_json::Value>(bytes).unwrap_or_default())
 }
 
 /// Why the node cannot take a container with these GPUs under this name.

@@ -13,7 +13,8 @@ pub enum MoveError {
     #[error("cannot run firn on {target}: {message}")]
     #[problem(
         "FIRN-MOVE-SSH",
-        "`ssh USER@HOST firn --version` has to work without a password; install firn of this version there"
+        "`ssh USER@HOST firn --version` has to work without a password and without a question; install \
+         firn of this version there, or name it by --remote-firn"
     )]
     Ssh { target: String, message: String },
     #[error("{target} cannot take container {id}: {why}")]

@@ -42,7 +42,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
     let done = match block_on(find(args))? {
         // Not in a future: it waits for firn-gpu.
         Ok(found) => {
-            let own = check::own_gpus(&check::spec(&found.container));
+            let own = check::own_gpus(&found.container.spec());
             block_on(moved(args, found, own.as_ref(), &mut steps))?
         }
         Err(error) => Err(error),
@@ -84,7 +84,7 @@ async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
     let containerd = connect(args).await?;
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
     found.expect_base()?;
-    match check::spec(&found.container).is_cri() {
+    match found.container.spec().is_cri() {
         true => Err(MoveError::Kubernetes {
             id: args.container.clone(),
         }),
@@ -167,7 +167,9 @@ fn checked(args: &MoveArgs, base: &str, own: Option<&(String, Vec<Gpu>)>) -> Res
         message,
     };
     let remote = remote.map_err(|error| failed(format!("{}: {error}", args.ssh)))?;
-    let answer = remote.answer().ok_or_else(|| failed("no answer".to_owned()))?;
+    let answer = remote
+        .ended()
+        .map_err(|why| failed(format!("{}: {why}", args.remote_firn)))?;
     let shown = answer.to_string();
     let node: Node = serde_json::from_value(answer).map_err(|_| failed(shown))?;
     match check::obstacle(&node, args.name(), own) {

@@ -36,15 +36,31 @@ impl Remote {
     }
 
     /// Ends its standard input, and waits for its answer; none if it ended without one.
-    pub fn answer(mut self) -> Option<Value> {
+    pub fn answer(self) -> Option<Value> {
+        self.ended().ok()
+    }
+
+    /// The same, or why there is no answer.
+    pub fn ended(mut self) -> Result<Value, &'static str> {
         self.stdin = None;
         let mut text = Vec::new();
         if let Some(stdout) = self.child.stdout.take() {
             // What was cut off is no JSON.
             let _read = stdout.take(MAX_ANSWER).read_to_end(&mut text);
         }
-        let _ended = self.child.wait();
-        serde_json::from_slice(&text).ok()
+        let status = self.child.wait().ok().and_then(|status| status.code());
+        serde_json::from_slice(&text).map_err(|_| why(status))
+    }
+}
+
+/// What the exit status of a command without an answer means.
+fn why(status: Option<i32>) -> &'static str {
+    match status {
+        // ssh's own, which has printed the reason.
+        Some(255) => "ssh has failed, for the reason above: no connection, another host key, or no login",
+        // A shell's.
+        Some(126 | 127) => "the program cannot be started there",
+        _ => "no answer",
     }
 }
 
@@ -81,6 +97,13 @@ fn quoted(word: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ssh_and_the_shell_there_fail_by_their_status() {
+        assert!(why(Some(255)).contains("host key"));
+        assert!(why(Some(127)).contains("cannot be started"));
+        assert_eq!((why(Some(1)), why(None)), ("no answer", "no answer"));
+    }
 
     #[test]
     fn words_stay_words_for_a_shell() {

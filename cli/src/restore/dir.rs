@@ -9,10 +9,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_image::manifest::ImageError as DirError;
+use firn_image::manifest::{ImageError as DirError, Manifest};
 use prost::Message;
 
+use super::Restored;
 use super::error::RestoreError;
+use super::gpus::{self, Here};
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Any, Container, Containerd, CreateTask, Mount};
 use crate::oci_image::ImageError;
@@ -39,8 +41,57 @@ struct RestoreOptions {
     restore_dir: String,
 }
 
-/// Restores into a container that containerd knows. Returns the image directory and the pid of its init.
-pub async fn restore(args: &RestoreArgs, dir: &Path, id: &str) -> Result<(PathBuf, u32), RestoreError> {
+/// Restores into a container that containerd knows, or shows whether that would be accepted. Returns the
+/// directory of CRIU's files, too.
+pub async fn restore(
+    (args, here): (&RestoreArgs, Option<&Here>),
+    dir: &Path,
+    id: &str,
+) -> Result<(Restored, Option<PathBuf>), RestoreError> {
+    let dir = found(dir)?;
+    let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
+    let container = known(&containerd, &args.containerd.namespace, id).await?;
+    let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
+    gpus::choose(args, here, &mut spec, manifest.as_ref())?;
+    let mut restored = Restored {
+        id: id.to_owned(),
+        pid: None,
+        map: Vec::new(),
+        bytes: 0,
+    };
+    if let (true, Some(here)) = (args.dry_run, here) {
+        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &dir)?;
+        return Ok((restored, Some(dir)));
+    }
+    if !args.json {
+        let size = text::bytes(size(&dir));
+        note!("restoring {id} from {} ({size})", dir.display());
+    }
+    let chosen = container.with_spec(spec);
+    let is_chosen = args.gpus.is_some() || args.gpu_map.is_some();
+    if is_chosen {
+        containerd.update_spec(&chosen).await?;
+    }
+    let started = start(&containerd, &chosen, &dir, args.log.as_deref()).await;
+    // The choice is that of this restore alone: the bundle has it now.
+    if is_chosen && let Err(error) = containerd.update_spec(&container).await {
+        note!(
+            "firn: {id} keeps the annotation {}: {error}",
+            names::ANNOTATION_GPU_MAP
+        );
+    }
+    if started.is_err()
+        && let Err(error) = containerd.delete(id).await
+        && !error.is_absent()
+    {
+        note!("firn: the task of {id} is left: {error}");
+    }
+    restored.pid = Some(started?);
+    Ok((restored, Some(dir)))
+}
+
+/// The directory of CRIU's files.
+fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
     let found = dir.canonicalize();
     let dir = found.map_err(ImageError::file(format!("find {}", dir.display())))?;
     let inside = dir.join(names::ARCHIVE_IMAGE);
@@ -49,30 +100,26 @@ pub async fn restore(args: &RestoreArgs, dir: &Path, id: &str) -> Result<(PathBu
         let name = LAST.to_owned();
         return Err(DirError::Missing { dir, name }.into());
     }
-    let (id, namespace) = (id.to_owned(), args.containerd.namespace.clone());
-    let containerd = Containerd::connect(&args.containerd.socket.address, &namespace).await?;
+    Ok(dir)
+}
+
+/// The container, if a task can be made of it.
+async fn known(containerd: &Containerd, namespace: &str, id: &str) -> Result<Container, RestoreError> {
+    let id = id.to_owned();
     let container = match containerd.container(&id).await {
-        Err(error) if error.is_absent() => return Err(RestoreError::NoContainer { id, namespace }),
+        Err(error) if error.is_absent() => {
+            let namespace = namespace.to_owned();
+            return Err(RestoreError::NoContainer { id, namespace });
+        }
         container => container?,
     };
     if container.labels.contains_key(CRI_LABEL) {
         return Err(RestoreError::Kubernetes { id });
     }
-    if containerd.has_task(&id).await? {
-        return Err(RestoreError::HasTask { id });
+    match containerd.has_task(&id).await? {
+        true => Err(RestoreError::HasTask { id }),
+        false => Ok(container),
     }
-    if !args.json {
-        let size = text::bytes(size(&dir));
-        note!("restoring {id} from {} ({size})", dir.display());
-    }
-    let started = start(&containerd, &container, &dir, args.log.as_deref()).await;
-    if started.is_err()
-        && let Err(error) = containerd.delete(&id).await
-        && !error.is_absent()
-    {
-        note!("firn: the task of {id} is left: {error}");
-    }
-    Ok((dir, started?))
 }
 
 /// Makes the task of a container from an image directory, and starts it. A failure may leave the task.
@@ -144,12 +191,7 @@ fn options(container: &Container, dir: &Path) -> Result<Any, RestoreError> {
 }
 
 fn has_terminal(container: &Container) -> bool {
-    let spec = container
-        .spec
-        .as_ref()
-        .map(|spec| serde_json::from_slice(&spec.value));
-    let spec: serde_json::Value = spec.and_then(Result::ok).unwrap_or_default();
-    spec["process"]["terminal"] == true
+    container.spec().into_value()["process"]["terminal"] == true
 }
 
 /// A log file as containerd names one; the shim makes it.

@@ -45,16 +45,11 @@ pub enum RestoreError {
     #[error("{id:?} cannot be the id of a container")]
     #[problem("FIRN-RESTORE-NAME", "add --name ID")]
     NoId { id: String },
-    #[error("an image directory is restored into a container that is there, with the GPUs of its spec")]
-    #[problem(
-        "FIRN-RESTORE-CLIENT",
-        "make that container with the annotation firn.dev/gpu-map, or checkpoint into an image or a file"
-    )]
-    GpusOfDir,
     #[error("container {id} is one of Kubernetes', whose tasks the kubelet alone makes")]
     #[problem(
         "FIRN-RESTORE-CLIENT",
-        "let the kubelet restore it: a pod names its checkpoint in the annotation firn.dev/restore-from"
+        "let the kubelet restore it: a pod names its checkpoint in the annotation firn.dev/restore-from. \
+         Whole pods are restored by RestorePod of `firn cri-pods`"
     )]
     Kubernetes { id: String },
     #[error(

@@ -8,7 +8,7 @@ mod explain;
 mod gpus;
 pub mod unpack;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -41,13 +41,13 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     }
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
     let done = match &args.dir {
-        Some(dir) => block_on(into_known(args, dir.clone(), Some(&args.from)))?,
+        Some(dir) => into_known(args, dir, Some(&args.from))?,
         None => match Place::of(&args.from, args.kind) {
             Ok(place) if args.explain => {
                 explain::print(args, &place);
                 return Ok(true);
             }
-            Ok(Place::Dir(dir)) => block_on(into_known(args, dir, args.name.as_ref()))?,
+            Ok(Place::Dir(dir)) => into_known(args, &dir, args.name.as_ref())?,
             Ok(place) => into_new(args, &place, &mut steps)?.map(|done| (done, None)),
             Err(ambiguous) => Err(ambiguous.into()),
         },
@@ -73,34 +73,33 @@ fn into_new(args: &RestoreArgs, place: &Place, steps: &mut Steps) -> Result<Resu
     })
 }
 
-/// From an image directory, into a container that containerd knows.
-async fn into_known(
+/// From an image directory, into a container that containerd knows. Returns the directory of CRIU's files,
+/// too.
+fn into_known(
     args: &RestoreArgs,
-    dir: PathBuf,
+    dir: &Path,
     id: Option<&String>,
-) -> Result<(Restored, Option<PathBuf>), RestoreError> {
-    let shown = || dir.display().to_string();
-    let id = id.ok_or_else(|| RestoreError::NoName { dir: shown() })?;
-    if args.gpus.is_some() || args.gpu_map.is_some() || args.dry_run {
-        return Err(RestoreError::GpusOfDir);
-    }
-    let (dir, pid) = dir::restore(args, &dir, id).await?;
-    let restored = Restored {
-        id: id.clone(),
-        pid: Some(pid),
-        map: Vec::new(),
-        bytes: 0,
+) -> Result<Result<(Restored, Option<PathBuf>), RestoreError>> {
+    let Some(id) = id else {
+        let dir = dir.display().to_string();
+        return Ok(Err(RestoreError::NoName { dir }));
     };
-    Ok((restored, Some(dir)))
+    Ok(match gpus::Here::look(args) {
+        Ok(here) => block_on(dir::restore((args, here.as_ref()), dir, id))?,
+        Err(error) => Err(error),
+    })
 }
 
 fn as_json(args: &RestoreArgs, restored: &Restored, dir: Option<PathBuf>, ms: u64, steps: &Steps) -> Value {
     let (id, namespace, pid) = (&restored.id, &args.containerd.namespace, restored.pid);
-    if let Some(dir) = dir {
-        return json!({"container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": ms});
-    }
     let pair = |(old, new): &(String, String)| json!({"old": old, "new": new});
     let map: Vec<Value> = restored.map.iter().map(pair).collect();
+    if let Some(dir) = dir {
+        return json!({
+            "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": ms, "map": map,
+            "dry_run": args.dry_run,
+        });
+    }
     json!({
         "container": id, "namespace": namespace, "image": args.from, "pid": pid, "ms": ms, "map": map,
         "bytes": restored.bytes, "dry_run": args.dry_run, "phases": steps.as_json(),

@@ -9,8 +9,9 @@ use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{IMAGE, Outcome, cases, matrix, on};
+use firn_lab::{GpuHost, IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, wait_for};
+use serde_json::Value;
 
 use client::{ARCHIVE, FIRN_RUNC, LIMIT, Podman, host};
 
@@ -304,6 +305,57 @@ fn the_pages_commands_work(platform: Platform) -> Result<()> {
     })
 }
 
+/// `firn` with these words, which succeeds. Returns its JSON.
+fn firn(node: &GpuHost, words: &[&str]) -> Result<Value> {
+    let output = node.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout;
+    serde_json::from_str(&output).with_context(|| output.clone())
+}
+
+/// firn shows podman's container while it is checkpointed, and afterwards what became of that, as it does for
+/// containerd's.
+fn firn_shows_what_becomes_of_a_container(platform: Platform) -> Result<()> {
+    on([host(platform, "po-hist", 1)?], |[node]| {
+        let podman = Podman(node);
+        podman.count("job", "0")?;
+        let id = podman.run(&["inspect", "--format", "{{.Id}}", "job"])?;
+        let client = podman.hang("job")?;
+        let shown = firn(node, &["ps"])?["containers"][0].take();
+        ensure!(
+            shown["container"] == id.trim() && shown["namespace"] == "firn-runc",
+            "{shown}"
+        );
+        ensure!(
+            shown["state"] == "checkpoint" && shown["gpus"][0]["uuid"] == node.uuids()[0],
+            "{shown}"
+        );
+        podman.kill(false)?;
+        drop(client.wait_with_output()?);
+        podman.goes_on("job", 3)?;
+        podman.checkpoint(&[], "job")?;
+        podman.run(&["rm", "job"])?;
+        podman.run(&["container", "restore", "--import", ARCHIVE])?;
+        podman.goes_on("job", 3)?;
+        let history = firn(node, &["history", id.trim()])?["transactions"].take();
+        let known: Vec<&Value> = history.as_array().into_iter().flatten().collect();
+        let outcomes: Vec<String> = known
+            .iter()
+            .map(|entry| format!("{} {}", entry["kind"], entry["outcome"]).replace('"', ""))
+            .collect();
+        ensure!(
+            outcomes == ["checkpoint killed", "checkpoint done", "restore done"],
+            "{history}"
+        );
+        for (entry, bytes) in [(known[1], "gpu_bytes"), (known[2], "image_bytes")] {
+            let phases = entry["phases"].as_array().map_or(0, Vec::len);
+            ensure!(phases > 3 && entry[bytes].as_u64() >= Some(8 << 20), "{entry}");
+        }
+        let metrics = node.node().run(&["firn", "metrics"])?.stdout;
+        let counted = "firn_transactions_total{kind=\"checkpoint\",outcome=\"done\",code=\"\"} 1";
+        ensure!(metrics.contains(counted), "{metrics}");
+        podman.clear()
+    })
+}
+
 /// What a client sees of a container without GPU, with this runtime.
 fn day(podman: Podman<'_>, runtime: &str) -> Result<Vec<String>> {
     let mut seen = Vec::new();
@@ -399,6 +451,7 @@ fn main() -> ExitCode {
         a_killed_checkpoint_is_rolled_back [FORKY, TRIXIE];
         a_killed_restore_leaves_nothing [FORKY, TRIXIE];
         a_suspended_container_goes_on [TRIXIE];
+        firn_shows_what_becomes_of_a_container [FORKY];
         the_pages_commands_work [FORKY];
         without_gpu_it_is_runc [FORKY, TRIXIE];
     })

@@ -1,18 +1,15 @@
 //! What is refused, fails or is interrupted.
 
 use std::process::Child;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, GpuHost, STOCK, failure, on};
 use firn_node::{Platform, wait_for};
 
-use super::{counter, firn, host, nothing_left};
-
-const LIMIT: Duration = Duration::from_secs(60);
+use super::{LIMIT, counter, firn, host, nothing_left};
 
 /// `firn` with these words fails with this code, and names a remedy.
-fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<String> {
+pub fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<String> {
     let output = failure(host.node().run(&[&["firn"], words].concat()))?;
     let is_shown = output.contains(&format!("{code}: ")) && output.matches("hint: ").count() == 1;
     ensure!(is_shown, "{words:?}: {output}");

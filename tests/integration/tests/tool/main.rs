@@ -3,13 +3,18 @@
 
 mod failures;
 mod moves;
+mod namespaces;
+mod sshd;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, on};
 use firn_node::Platform;
 use serde_json::Value;
+
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A node with two GPUs, of which the first is `first`.
 fn host(platform: Platform, name: &str, first: u32) -> Result<GpuHost> {
@@ -208,12 +213,61 @@ fn a_directory_is_restored_into_its_container(platform: Platform) -> Result<()> 
         host.node().run(&["test", "-s", "/srv/image/rootfs-diff.tar"])?;
         firn(host, &["checkpoint", "job", "/srv/last", "--exit"])?;
         ensure!(job.status().is_err(), "the task is left");
-        firn(host, &["restore", "/srv/last", "--name", "job"])?;
+        let restore = ["restore", "/srv/last", "--name", "job"];
+        firn(host, &restore)?;
         job.goes_on(3)?;
+        ensure!(job.gpus_in_use()? == host.uuids()[..1]);
+        firn(host, &["checkpoint", "job", "/srv/again", "--exit"])?;
+        onto_other_gpus(host, &job)?;
         job.remove()?;
         nothing_left(host)?;
         host.idle()
     })
+}
+
+/// GPUs are chosen for one restore from a directory; the container keeps its spec.
+fn onto_other_gpus(host: &GpuHost, job: &Container<'_>) -> Result<()> {
+    let restore = ["restore", "/srv/again", "--name", "job"];
+    let with = |more: &[&'static str]| [&restore[..], more].concat();
+    let (first, second) = (&host.uuids()[0], &host.uuids()[1]);
+    for (more, code) in [
+        (&["--gpus", "7"][..], "FIRN-GPU-UNKNOWN"),
+        (&["--gpus", "0,1"], "FIRN-GPU-COUNT"),
+        (&["--gpu-map", "GPU-1=GPU-2"], "FIRN-MAP-SYNTAX"),
+    ] {
+        failures::refused(host, &with(more), code)?;
+    }
+    let known = || host.node().run(&["ctr", "containers", "info", "--spec", "job"]);
+    let before = known()?.stdout;
+    let plan = firn(host, &with(&["--dry-run"]))?;
+    ensure!(
+        plan["map"][0]["new"] == **first && plan["pid"].is_null(),
+        "{plan}"
+    );
+    let plan = firn(host, &with(&["--gpus", "1", "--dry-run"]))?;
+    ensure!(
+        plan["map"][0]["old"] == **first && plan["map"][0]["new"] == **second,
+        "{plan}"
+    );
+    ensure!(job.status().is_err(), "a task is there");
+    firn(host, &with(&["--gpus", "1"]))?;
+    job.goes_on(3)?;
+    ensure!(job.gpus_in_use()? == host.uuids()[1..]);
+    firn(host, &["checkpoint", "job", "/srv/second", "--exit"])?;
+    // Of the spec's own GPU again.
+    let map = format!("{second}={first}");
+    firn(
+        host,
+        &["restore", "/srv/second", "--name", "job", "--gpu-map", &map],
+    )?;
+    job.goes_on(3)?;
+    ensure!(job.gpus_in_use()? == host.uuids()[..1]);
+    let after = known()?.stdout;
+    ensure!(
+        before.contains("ociVersion") && before == after,
+        "{before} became {after}"
+    );
+    Ok(())
 }
 
 fn main() -> ExitCode {
@@ -230,5 +284,7 @@ fn main() -> ExitCode {
         moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
         moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
         moves::a_lost_answer_leaves_the_source_paused [FORKY];
+        namespaces::a_container_of_another_namespace_is_as_any_other [FORKY, TRIXIE];
+        sshd::a_container_moves_over_ssh [FORKY, TRIXIE];
     })
 }

@@ -1,4 +1,5 @@
-//! `firn move` between two nodes. Nodes have no sshd: a program stands in for ssh, and a thread for sshd.
+//! `firn move` between two nodes. A program stands in for ssh, and a thread for sshd: they lose what the test
+//! wants lost.
 
 use std::fs::{self, File, OpenOptions};
 use std::path::Path;
@@ -92,7 +93,7 @@ fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
     Ok(output)
 }
 
-fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
+pub fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
     Ok([
         host(platform, &format!("{name}-a"), 1)?,
         host(platform, &format!("{name}-b"), 3)?,
@@ -100,7 +101,7 @@ fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
 }
 
 /// Nothing of the container is known on a node.
-fn knows_nothing(host: &GpuHost) -> Result<()> {
+pub fn knows_nothing(host: &GpuHost) -> Result<()> {
     for list in ["containers", "tasks", "snapshots"] {
         let list = host.node().run(&["ctr", list, "list"])?.stdout;
         ensure!(!list.lines().any(|line| line.starts_with("job")), "{list}");
