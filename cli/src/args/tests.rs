@@ -88,7 +88,7 @@ fn every_command_explains_its_exit_status_and_its_options() {
     });
 }
 
-/// Texts of two commands that are alike say nothing of either.
+/// Texts of two commands that are alike describe neither.
 #[test]
 fn no_two_commands_have_the_same_text() {
     let mut texts = std::collections::BTreeMap::new();

@@ -10,9 +10,8 @@ use crate::store::args::duration;
 
 /// List the checkpoints on this node, show what takes room, and remove them.
 #[derive(Debug, Subcommand)]
-#[command(
-    after_help = "Examples:\n  firn images ls\n  firn images du\n  firn images prune --older-than 7d --dry-run"
-)]
+#[command(after_help = "Examples:\n  firn images ls\n  firn images du\n  \
+                  firn images prune --older-than 7d --dry-run")]
 pub enum ImagesCommand {
     #[command(
         about = "List the checkpoints of this node",
