@@ -27,11 +27,13 @@ use cri::CriPodsArgs;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
-const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong usage.";
+const EXAMPLES: &str = "Examples:\n  firn doctor\n  firn ps\n  firn checkpoint job job.tar\n  \
+                        firn restore job.tar\n  firn help checkpoint\n\n\
+                        Exit status: 0 done, 1 failed, 2 wrong usage.";
 
 /// Shows checkpoints of GPU containers and nodes that run them, and restores image directories.
 #[derive(Debug, Parser)]
-#[command(name = "firn", version, after_help = EXIT_STATUS)]
+#[command(name = "firn", version, after_help = EXAMPLES)]
 pub struct Args {
     #[command(subcommand)]
     pub command: Command,
@@ -78,7 +80,11 @@ pub enum Command {
 /// DIR is a CRIU image directory, or the directory of an unpacked Kubernetes checkpoint, whose written files
 /// are signed too. Writes `firn.json.minisig` next to `firn.json`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = EXIT_STATUS)]
+#[command(
+    after_help = "Examples:\n  firn sign ./images/job --key firn.key --namespace research\n  \
+                  firn sign ./images/job --print-comment --namespace research\n\n\
+                  Exit status: 0 done, 1 failed, 2 wrong usage."
+)]
 pub struct SignArgs {
     /// The checkpoint.
     pub dir: PathBuf,
@@ -129,7 +135,9 @@ pub struct InspectArgs {
 /// Changes nothing.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses \
+    after_help = "Examples:\n  firn audit job\n  firn audit job --target other-node.json -v\n  \
+                  firn audit checkpoint/job --json\n\n\
+                  Exit status: 0 it can, 1 it cannot or the audit failed, 2 wrong usage, 3 nothing refuses \
                   it and something speaks against it."
 )]
 pub struct AuditArgs {
@@ -301,6 +309,7 @@ pub struct DoctorArgs {
 
 /// Write and show the node's CDI files, which describe what a container needs for a GPU.
 #[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  firn cdi generate --output /etc/cdi/nvidia.yaml\n  firn cdi list")]
 pub enum CdiCommand {
     Generate(CdiGenerateArgs),
     List(CdiListArgs),
@@ -312,7 +321,10 @@ pub enum CdiCommand {
 /// UUID, and all of them `all`: `ctr run --device nvidia.com/gpu=0` gives a container the GPU and the
 /// driver's libraries. Write the file again when the driver or the GPUs change.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 done, 1 failed, and nothing was written, 2 wrong usage.")]
+#[command(
+    after_help = "Examples:\n  firn cdi generate\n  firn cdi generate --output /etc/cdi/nvidia.yaml\n\n\
+                  Exit status: 0 done, 1 failed, and nothing was written, 2 wrong usage."
+)]
 pub struct CdiGenerateArgs {
     /// File to write, such as /etc/cdi/nvidia.yaml. `-` shows it and writes nothing.
     #[arg(long, value_name = "FILE", default_value = "-")]
@@ -340,10 +352,9 @@ pub enum CdiFormat {
 
 /// Show which devices the CDI files describe.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Exit status: 0 all files can be used, 1 a file is broken or a device is described twice, \
-                  2 wrong usage."
-)]
+#[command(after_help = "Examples:\n  firn cdi list\n  firn cdi list --json\n\n\
+                  Exit status: 0 all files can be used, 1 a file is broken or a device is described twice, \
+                  2 wrong usage.")]
 pub struct CdiListArgs {
     /// Print JSON.
     #[arg(long)]
@@ -368,3 +379,6 @@ pub struct ManArgs {
     /// The directory that gets firn.1, firn-audit.1 and so on.
     pub dir: PathBuf,
 }
+
+#[cfg(test)]
+mod tests;

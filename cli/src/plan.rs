@@ -16,7 +16,7 @@ use firn_remap::{Basis, GpuAssignment, Grant};
 use serde_json::json;
 
 use crate::args::PlanArgs;
-use crate::output::{self, line};
+use crate::output::{self, Tone, line, toned};
 use crate::view::{Subject, View};
 use crate::{cdi, program};
 use firn_host::ProblemReport;
@@ -81,7 +81,7 @@ pub fn run(args: &PlanArgs) -> Result<bool> {
                 line!("verdict can be restored {place}, as far as can be seen");
                 print(accepted, args.verbose);
             }
-            Err(failure) => line!("verdict {failure}"),
+            Err(failure) => toned(Some((Tone::Bad, &failure.code)), &format!("verdict {failure}")),
         }
     }
     Ok(result.is_ok())

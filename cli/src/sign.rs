@@ -16,7 +16,7 @@ use ring::signature::Ed25519KeyPair;
 
 use crate::args::SignArgs;
 use crate::image;
-use crate::output::line;
+use crate::output::{line, verbatim};
 
 /// Algorithm of keys, and of signatures of a file that is not hashed beforehand.
 const ED25519: &[u8] = b"Ed";
@@ -62,7 +62,7 @@ pub fn run(args: &SignArgs) -> Result<bool> {
         statement.namespaces
     );
     let Some(key) = &args.key else {
-        line!("{comment}");
+        verbatim!("{comment}");
         return Ok(true);
     };
     let key = Key::read(key)?;

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use chrono::{Local, TimeZone};
 use firn_host::Rfc3339;
 
 /// Bytes in the largest binary unit that keeps at least one digit before the point.
@@ -32,10 +33,41 @@ pub fn rate(count: u64, seconds: f64) -> String {
 /// containerd's usual socket.
 pub const CONTAINERD: &str = "/run/containerd/containerd.sock";
 
-/// A time in seconds since 1970, `2026-01-31T23:59:59Z`.
+/// A time in seconds since 1970 as people of this node's time zone read it, `2026-01-31 23:59:59`.
 pub fn time(seconds: u64) -> String {
+    time_in(&Local, seconds)
+}
+
+fn time_in<Z: TimeZone>(zone: &Z, seconds: u64) -> String
+where
+    Z::Offset: std::fmt::Display,
+{
+    let time = i64::try_from(seconds).ok();
+    let time = time.and_then(|seconds| zone.timestamp_opt(seconds, 0).single());
+    time.map_or("-".to_owned(), |time| {
+        time.format("%Y-%m-%d %H:%M:%S").to_string()
+    })
+}
+
+/// A time in seconds since 1970 as programs read it, in UTC: `2026-01-31T23:59:59Z`. None for 0, which stands
+/// for no time.
+pub fn utc(seconds: u64) -> Option<String> {
     let text = Rfc3339(Duration::from_secs(seconds)).to_string();
-    format!("{}Z", text.split('.').next().unwrap_or_default())
+    let whole = text.split('.').next().unwrap_or_default();
+    (seconds > 0).then(|| format!("{whole}Z"))
+}
+
+/// A number of things: `1 warning`, `2 warnings`.
+pub fn count(number: usize, one: &str) -> String {
+    match number {
+        1 => format!("1 {one}"),
+        _ => format!("{number} {one}s"),
+    }
+}
+
+/// A number of seconds or milliseconds with three digits behind the point, for JSON.
+pub fn rounded(number: f64) -> f64 {
+    (number * 1e3).round() / 1e3
 }
 
 /// A duration in milliseconds.
@@ -79,6 +111,26 @@ mod tests {
         ] {
             assert_eq!(bytes(count), text);
         }
+    }
+
+    #[test]
+    fn times_are_local_for_people_and_utc_for_programs() {
+        let (kathmandu, utc_zone) = (chrono::FixedOffset::east_opt(20_700), chrono::Utc);
+        assert_eq!(
+            time_in(&kathmandu.expect("an offset"), 1_798_761_599),
+            "2027-01-01 05:44:59"
+        );
+        assert_eq!(time_in(&utc_zone, 1_798_761_599), "2026-12-31 23:59:59");
+        assert_eq!(time_in(&utc_zone, u64::MAX), "-");
+        assert_eq!(utc(1_798_761_599).as_deref(), Some("2026-12-31T23:59:59Z"));
+        assert_eq!(utc(0), None);
+    }
+
+    #[test]
+    fn one_is_not_many() {
+        let shown = [0, 1, 2].map(|number| count(number, "warning"));
+        assert_eq!(shown, ["0 warnings", "1 warning", "2 warnings"]);
+        assert_eq!(rounded(54.957_226_999_999_996), 54.957);
     }
 
     #[test]

@@ -25,7 +25,9 @@ pub struct LabelsArgs {
 /// it ends. With --remove it takes the label away, so that no new pod comes, waits until no pod runs under
 /// firn, and uninstalls.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 1 it cannot go on, 2 wrong usage.")]
+#[command(after_help = "Examples:\n  firn node-agent --node gpu-7 --restart\n  \
+                  firn node-agent --node gpu-7 --remove\n\n\
+                  Exit status: 1 it cannot go on, 2 wrong usage.")]
 pub struct NodeAgentArgs {
     /// Name of the node in Kubernetes.
     #[arg(long, env = "NODE_NAME")]

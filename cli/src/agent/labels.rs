@@ -7,7 +7,7 @@ use firn_config::{Config, in_path, names};
 use firn_gpu::Inventory;
 
 use super::args::LabelsArgs;
-use crate::output::{self, line};
+use crate::output::{self, verbatim};
 use crate::{install, program};
 
 /// Values of [`LABEL_RUNTIME`](names::LABEL_RUNTIME). containerd has the handler.
@@ -40,7 +40,7 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     let labels = of(inventory.as_ref());
     match args.json {
         true => output::json(&labels)?,
-        false => labels.iter().for_each(|(key, value)| line!("{key}={value}")),
+        false => labels.iter().for_each(|(key, value)| verbatim!("{key}={value}")),
     }
     Ok(true)
 }

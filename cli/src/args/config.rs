@@ -6,6 +6,7 @@ use clap::Subcommand;
 
 /// Look at firn's configuration.
 #[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  firn config check\n  firn config check new.toml --json")]
 pub enum ConfigCommand {
     Check(ConfigCheckArgs),
 }

@@ -2,18 +2,24 @@
 
 use super::findings::{Certainty, Signal};
 use super::{Report, Verdict};
-use crate::output::line;
+use crate::output::{Tone, line, toned};
 use crate::text;
 
 /// Prints the verdict, what was found, and sizes. `is_verbose`: also processes, GPUs, and in one line what
 /// was not found.
 pub(super) fn print(report: &Report, is_verbose: bool) {
-    let verdict = match report.verdict {
-        Verdict::Can => "can be checkpointed and restored, as far as can be seen",
-        Verdict::Cannot => "cannot",
-        Verdict::Suspected => "nothing refuses it, and something speaks against it",
+    let (tone, verdict) = match report.verdict {
+        Verdict::Can => (
+            Tone::Good,
+            "can be checkpointed and restored, as far as can be seen",
+        ),
+        Verdict::Cannot => (Tone::Bad, "cannot"),
+        Verdict::Suspected => (
+            Tone::Warning,
+            "nothing refuses it, and something speaks against it",
+        ),
     };
-    line!("verdict    {verdict}");
+    toned(Some((tone, verdict)), &format!("verdict    {verdict}"));
     line!("subject    {}", report.subject);
     for signal in report.signals.iter().filter(|signal| !signal.is_quiet()) {
         print_signal(signal);
@@ -72,5 +78,11 @@ fn print_signal(signal: &Signal) {
         (None, false) => format!(": {detail}"),
         (None, true) => String::new(),
     };
-    line!("{word:10} {signal} (by {source}){detail}");
+    let tone = match (refused, certainty) {
+        (true, _) => Some(Tone::Bad),
+        (false, Certainty::None) => None,
+        _ => Some(Tone::Warning),
+    };
+    let text = format!("{word:10} {signal} (by {source}){detail}");
+    toned(tone.map(|tone| (tone, word)), &text);
 }

@@ -1,7 +1,7 @@
 //! The commands of ctr that do the same.
 
 use crate::args::checkpoint::CheckpointArgs;
-use crate::output::line;
+use crate::output::verbatim;
 use crate::place::Place;
 
 /// Prints them.
@@ -14,21 +14,21 @@ pub fn print(args: &CheckpointArgs, place: &Place) {
     };
     let take = format!("{ctr} containers checkpoint --rw --task {id} {image}");
     match place {
-        Place::Ref(_) => line!("{take}"),
+        Place::Ref(_) => verbatim!("{take}"),
         Place::File(path) => {
-            line!("{take}");
+            verbatim!("{take}");
             let path = path.display();
-            line!("{ctr} images export --local --skip-manifest-json {path} {image}");
-            line!("{ctr} images rm --sync {image}");
+            verbatim!("{ctr} images export --local --skip-manifest-json {path} {image}");
+            verbatim!("{ctr} images rm --sync {image}");
         }
         Place::Dir(path) => {
             let path = path.display();
-            line!("{ctr} tasks checkpoint --image-path {path}/checkpoint {id}");
+            verbatim!("{ctr} tasks checkpoint --image-path {path}/checkpoint {id}");
         }
     }
     if args.exit {
-        line!("{ctr} tasks kill --signal SIGKILL --all {id}");
-        line!("{ctr} tasks delete {id}");
+        verbatim!("{ctr} tasks kill --signal SIGKILL --all {id}");
+        verbatim!("{ctr} tasks delete {id}");
     }
 }
 

@@ -20,7 +20,8 @@ use serde::Serialize;
 use self::daemon::Daemon;
 use crate::args::DoctorArgs;
 use crate::config;
-use crate::output::{self, line};
+use crate::output::{self, Tone, line};
+use crate::text;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -144,21 +145,19 @@ fn configuration() -> (Vec<Check>, Config) {
 
 fn print(checks: &[Check]) {
     for check in checks {
-        let status = match check.status {
-            Status::Ok => "ok  ",
-            Status::Warn => "warn",
-            Status::Fail => "FAIL",
+        let (tone, status) = match check.status {
+            Status::Ok => (Tone::Good, "ok  "),
+            Status::Warn => (Tone::Warning, "warn"),
+            Status::Fail => (Tone::Bad, "FAIL"),
         };
-        let found = check.found.replace('\n', "\n                    ");
-        match &check.remedy {
-            None => line!("{status}  {:<12}  {found}", check.name),
-            Some(remedy) => line!("{status}  {:<12}  {found}. hint: {remedy}", check.name),
-        }
+        let hint = check.remedy.as_ref().map(|remedy| format!(". hint: {remedy}"));
+        let (name, found, hint) = (check.name, &check.found, hint.unwrap_or_default());
+        output::toned(
+            Some((tone, status)),
+            &format!("{status}  {name:<12}  {found}{hint}"),
+        );
     }
     let count = |status| checks.iter().filter(|check| check.status == status).count();
-    let warnings = match count(Status::Warn) {
-        1 => "1 warning".to_owned(),
-        count => format!("{count} warnings"),
-    };
+    let warnings = text::count(count(Status::Warn), "warning");
     line!("{} failed, {warnings}", count(Status::Fail));
 }

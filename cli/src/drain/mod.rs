@@ -19,7 +19,7 @@ use serde_json::json;
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};
-use crate::text::bytes;
+use crate::text::{self, bytes};
 use error::DrainError;
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
@@ -132,15 +132,15 @@ fn report(args: &DrainArgs, jobs: &[Job], outcomes: &[Outcome], failed: usize) {
         let _written = output::json(&json!({"node": args.node, "jobs": rows}));
     } else if failed > 0 {
         note!(
-            "firn: {failed} of {} jobs were not moved; {} stays cordoned",
-            jobs.len(),
+            "firn: {failed} of {} not moved; {} stays cordoned",
+            text::count(jobs.len(), "job"),
             args.node
         );
     } else if !outcomes.is_empty() || jobs.is_empty() {
         line!(
-            "{}: {} jobs with GPUs moved; it is cordoned",
+            "{}: {} with GPUs moved; it is cordoned",
             args.node,
-            outcomes.len()
+            text::count(outcomes.len(), "job")
         );
     }
 }

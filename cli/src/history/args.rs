@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use chrono::{Local, NaiveDateTime};
 use firn_config::{names, parse_quantity};
 use firn_host::{Rfc3339, clock};
 
@@ -24,8 +25,8 @@ pub struct HistoryArgs {
     /// Only containers of this namespace of containerd.
     #[arg(long, short)]
     pub namespace: Option<String>,
-    /// Only those that began since then: as long ago as `90s`, `30m`, `2h` or `7d`, or at a time in UTC such
-    /// as `2026-01-31` or `2026-01-31T23:59:59Z`.
+    /// Only those that began since then: as long ago as `90s`, `30m`, `2h` or `7d`, or at a time such as
+    /// `2026-01-31` or `2026-01-31T23:59:59`, in local time or with `Z` in UTC.
     #[arg(long, value_name = "TIME", value_parser = since)]
     pub since: Option<String>,
     /// Only those that were not done.
@@ -45,7 +46,7 @@ pub struct HistoryArgs {
     pub dir: PathBuf,
 }
 
-/// The beginning of the text of times since then: texts of times are in the order of the times.
+/// The text of that time in UTC: texts of times are in the order of the times.
 fn since(text: &str) -> Result<String, String> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
     if let Some(seconds) = parse_quantity(text, &units) {
@@ -53,17 +54,21 @@ fn since(text: &str) -> Result<String, String> {
         let then = then.saturating_sub(std::time::Duration::from_secs(seconds));
         return Ok(Rfc3339(then).to_string());
     }
-    const FORM: &str = "0000-00-00T00:00:00";
-    let time = text.strip_suffix('Z').unwrap_or(text);
-    let is_of_form = |(c, form): (char, char)| match form {
-        '0' => c.is_ascii_digit(),
-        form => c == form,
+    let at = match text.strip_suffix('Z') {
+        Some(time) => time_of(time).map(|time| time.and_utc()),
+        None => time_of(text).and_then(|time| Some(time.and_local_timezone(Local).earliest()?.to_utc())),
     };
-    let is_time = [10, 16, 19].contains(&time.len()) && time.chars().zip(FORM.chars()).all(is_of_form);
-    match is_time {
-        true => Ok(time.to_owned()),
-        false => Err("neither a duration such as 2h nor a time such as 2026-01-31T23:59:59Z".to_owned()),
-    }
+    let seconds = at.and_then(|at| u64::try_from(at.timestamp()).ok());
+    seconds
+        .map(|seconds| Rfc3339(std::time::Duration::from_secs(seconds)).to_string())
+        .ok_or_else(|| "neither a duration such as 2h nor a time such as 2026-01-31T23:59:59Z".to_owned())
+}
+
+/// A time without its zone: a day, with hours and minutes, or with seconds as well.
+fn time_of(text: &str) -> Option<NaiveDateTime> {
+    const FULL: &str = "2026-01-31T00:00:00";
+    let rest = [10, 16, 19].contains(&text.len()).then(|| FULL.get(text.len()..));
+    NaiveDateTime::parse_from_str(&(text.to_owned() + rest??), "%Y-%m-%dT%H:%M:%S").ok()
 }
 
 #[cfg(test)]
@@ -74,10 +79,11 @@ mod tests {
     fn times_are_compared_as_text() {
         let at = |seconds| Rfc3339(std::time::Duration::from_secs(seconds)).to_string();
         // 2026-12-31T23:59:59Z.
-        for text in ["2026-12-31", "2026-12-31T23:59", "2026-12-31T23:59:59Z"] {
+        for text in ["2026-12-31Z", "2026-12-31T23:59Z", "2026-12-31T23:59:59Z"] {
             assert!(at(1_798_761_599) >= since(text).unwrap(), "{text}");
         }
-        assert!(at(1_798_761_599) < since("2027-01-01").unwrap());
+        assert!(at(1_798_761_599) < since("2027-01-01Z").unwrap());
+        assert!(since("2026-12-31T23:59:59").is_ok());
         let now = clock::now() / 1000;
         assert!(at(now - 7300) < since("2h").unwrap() && at(now - 7100) > since("2h").unwrap());
         assert_eq!(since("99999999d").unwrap(), at(0));

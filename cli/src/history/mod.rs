@@ -26,7 +26,7 @@ pub fn run(args: &HistoryArgs) -> Result<bool> {
         line!("no such transaction has ended on this node");
     } else {
         const HEAD: [&str; 10] = [
-            "BEGUN (UTC)",
+            "BEGUN",
             "CONTAINER",
             "NAMESPACE",
             "OPERATION",
@@ -63,7 +63,7 @@ fn row(entry: &Entry) -> [String; 10] {
         bytes => text::bytes(bytes),
     };
     [
-        entry.time.get(..19).unwrap_or(&entry.time).replace('T', " "),
+        text::time(entry.at / 1000),
         entry.container.clone(),
         or_none(&entry.namespace),
         entry.kind.clone(),

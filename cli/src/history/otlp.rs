@@ -19,6 +19,7 @@ use super::args::HistoryArgs;
 use super::{is_asked_for, read};
 use crate::containerd::block_on;
 use crate::output::{line, note};
+use crate::text;
 
 /// How many transactions are sent at once.
 const BATCH: usize = 100;
@@ -43,7 +44,10 @@ pub fn run(args: &HistoryArgs, to: &str) -> Result<bool> {
                 let mut entries = read(&args.dir)?;
                 entries.retain(|entry| is_asked_for(args, entry));
                 let sent = target.send(&entries).await?;
-                line!("{sent} of {} transactions were sent to {to}", entries.len());
+                line!(
+                    "{sent} of {} sent to {to}",
+                    text::count(entries.len(), "transaction")
+                );
                 Ok(true)
             }
         }

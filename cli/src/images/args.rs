@@ -10,8 +10,20 @@ use crate::store::args::duration;
 
 /// List the checkpoints on this node, show what takes room, and remove them.
 #[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  firn images ls\n  firn images du\n  \
+                  firn images prune --older-than 7d --dry-run")]
 pub enum ImagesCommand {
+    #[command(
+        about = "List the checkpoints of this node",
+        after_help = "Examples:\n  firn images ls\n  firn images ls --json\n\n\
+                      Exit status: 0 done, 1 a place could not be read, 2 wrong usage."
+    )]
     Ls(ListArgs),
+    #[command(
+        about = "Show what takes room in the checkpoints of this node, and how much several of them share",
+        after_help = "Examples:\n  firn images du\n  firn images du --json\n\n\
+                      Exit status: 0 done, 1 a place could not be read, 2 wrong usage."
+    )]
     Du(ListArgs),
     Prune(PruneArgs),
 }
@@ -32,14 +44,12 @@ pub struct Common {
     pub json: bool,
 }
 
-/// Show the checkpoints of this node, or what takes room in them.
+/// Show the checkpoints of this node.
 ///
 /// Looks at the images of containerd in all namespaces, at the directory from which pods may be restored
 /// (`[restore] from-dir`), at the names in the store, and at images that failed checkpoints and containerd
-/// have left. `du` also shows how much several of them share.
+/// have left.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  firn images ls\n  firn images du --json\n\n\
-                  Exit status: 0 done, 1 a place could not be read, 2 wrong usage.")]
 pub struct ListArgs {
     #[command(flatten)]
     pub common: Common,

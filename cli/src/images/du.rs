@@ -130,7 +130,7 @@ fn print(all: &[Share<'_>], total: &Sizes, twice: u64) {
     let rows = all
         .iter()
         .map(|one| row(&one.checkpoint.name, &one.checkpoint.sizes, one.shared));
-    let sum = row(&format!("{} checkpoints", all.len()), total, twice);
+    let sum = row(&text::count(all.len(), "checkpoint"), total, twice);
     output::table(
         [
             "NAME",

@@ -61,7 +61,7 @@ impl Checkpoint {
         let gpus = manifest.map(|manifest| manifest.gpus.iter().map(|gpu| &gpu.uuid).collect::<Vec<_>>());
         json!({
             "name": self.name, "kind": self.kind, "namespace": self.namespace,
-            "container": self.container, "image": self.base, "made": self.made,
+            "container": self.container, "image": self.base, "made": self.made, "time": text::utc(self.made),
             "host": origin.map(|origin| &origin.host), "command": origin.map(|origin| &origin.command),
             "gpus": gpus, "sizes": self.sizes, "bytes": self.sizes.all(), "failure": self.failure,
         })

@@ -308,7 +308,11 @@ fn print(args: &PruneArgs, done: &[&Checkpoint], kept: &[(&Checkpoint, ProblemRe
     } else {
         "removed"
     };
-    line!("{} checkpoints, {}, {done_text}", done.len(), text::bytes(bytes));
+    line!(
+        "{}, {}, {done_text}",
+        text::count(done.len(), "checkpoint"),
+        text::bytes(bytes)
+    );
     if done.iter().any(|one| {
         one.manifest
             .as_ref()

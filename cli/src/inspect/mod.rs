@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::args::InspectArgs;
 use crate::image::{Found, Sizes};
-use crate::output::{self, line};
+use crate::output::{self, Tone, line, toned};
 use crate::ps;
 use crate::text;
 use crate::view::{Subject, View};
@@ -65,8 +65,8 @@ fn show(
     is_verbose: bool,
 ) {
     match failure {
-        None => line!("verdict    whole"),
-        Some(failure) => line!("verdict    {failure}"),
+        None => toned(Some((Tone::Good, "whole")), "verdict    whole"),
+        Some(failure) => toned(Some((Tone::Bad, &failure.code)), &format!("verdict    {failure}")),
     }
     line!("subject    {}", view.what);
     if found.images.is_empty() {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use serde_json::json;
 
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, verbatim};
 use crate::text;
 use crate::view::args::SubjectArgs;
 use args::{PsArgs, StatusArgs, Where};
@@ -35,7 +35,7 @@ pub fn run(args: &PsArgs) -> Result<bool> {
         let all: Vec<_> = containers.iter().map(Container::as_json).collect();
         let found = json!({ "containers": all });
         match (args.json, args.watch) {
-            (true, true) => line!("{found}"),
+            (true, true) => verbatim!("{found}"),
             (true, false) => output::json(&found)?,
             (false, watch) => {
                 if watch && std::io::stdout().is_terminal() {

@@ -9,6 +9,7 @@ use crate::containerd::Socket;
 
 /// Show, check and clean the store for the memory of checkpoints.
 #[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  firn store ls\n  firn store du\n  firn store gc --dry-run")]
 pub enum StoreCommand {
     Ls(LsArgs),
     Du(DuArgs),
@@ -19,7 +20,17 @@ pub enum StoreCommand {
     Export(ExportArgs),
     Import(ImportArgs),
     Name(NameArgs),
+    #[command(
+        about = "Keep the memory of a checkpoint until `firn store unpin`",
+        after_help = "Examples:\n  firn store pin 5f2c9d01\n\n\
+                      Exit status: 0 done, 1 failed, 2 wrong usage."
+    )]
     Pin(PinArgs),
+    #[command(
+        about = "Keep the memory of a checkpoint no longer than the checkpoint itself",
+        after_help = "Examples:\n  firn store unpin 5f2c9d01\n\n\
+                      Exit status: 0 done, 1 failed, 2 wrong usage."
+    )]
     Unpin(PinArgs),
 }
 
@@ -41,7 +52,10 @@ pub struct Common {
 
 /// List the checkpoints whose memory is in the store.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 all are complete, 1 one is not or it failed, 2 wrong usage.")]
+#[command(
+    after_help = "Examples:\n  firn store ls\n  firn store ls --store s3://checkpoints/train\n\n\
+                  Exit status: 0 all are complete, 1 one is not or it failed, 2 wrong usage."
+)]
 pub struct LsArgs {
     #[command(flatten)]
     pub common: Common,
@@ -49,7 +63,10 @@ pub struct LsArgs {
 
 /// Show what takes room in the store.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
+#[command(
+    after_help = "Examples:\n  firn store du\n  firn store du --store /mnt/shared/store --json\n\n\
+                  Exit status: 0 done, 1 failed, 2 wrong usage."
+)]
 pub struct DuArgs {
     #[command(flatten)]
     pub common: Common,
@@ -58,7 +75,8 @@ pub struct DuArgs {
 /// Read everything and compare it with its checksums.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 all is there and whole, 1 something was damaged or is missing, or it \
+    after_help = "Examples:\n  firn store verify\n  firn store verify 5f2c9d01 --repair\n\n\
+                  Exit status: 0 all is there and whole, 1 something was damaged or is missing, or it \
                   failed, 2 wrong usage."
 )]
 pub struct VerifyArgs {
@@ -131,7 +149,9 @@ pub struct PushArgs {
 /// What is there already is not copied again. Everything is compared with its checksums. For a bucket the
 /// environment is read as by `firn store push`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 it is there, 1 it failed, and can be tried again, 2 wrong usage.")]
+#[command(after_help = "Examples:\n  firn store pull /mnt/shared/store 5f2c9d01\n  \
+                  firn store pull s3://checkpoints/train 5f2c9d01 --key /etc/firn/bucket.key\n\n\
+                  Exit status: 0 it is there, 1 it failed, and can be tried again, 2 wrong usage.")]
 pub struct PullArgs {
     /// The other store: a directory, file:///DIR, or s3://BUCKET/PREFIX.
     pub url: PathBuf,
@@ -149,7 +169,8 @@ pub struct PullArgs {
 /// The copy needs no store: CRIU reads all of its memory. `firn restore --dir` restores it.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
+    after_help = "Examples:\n  firn store export ./images/job ./images/job-inline\n\n\
+                  Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
 )]
 pub struct ExportArgs {
     /// The image directory of the checkpoint.
@@ -165,7 +186,8 @@ pub struct ExportArgs {
 /// The copy is what a checkpoint into the store would have made. It is restored as such a one.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
+    after_help = "Examples:\n  firn store import ./images/job-inline ./images/job\n\n\
+                  Exit status: 0 it is written, 1 it failed, and nothing is left of it, 2 wrong usage."
 )]
 pub struct ImportArgs {
     /// The image directory of the checkpoint.
@@ -181,7 +203,10 @@ pub struct ImportArgs {
 /// Pods are restored from it by the annotation `firn.dev/restore-from: store:NAME`, where `[restore]
 /// from-store` permits that. With the namespace `_signed`, the checkpoint's signature names the namespaces.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 it is there, 1 it failed, and nothing is left of it, 2 wrong usage.")]
+#[command(
+    after_help = "Examples:\n  firn store name ./images/server default/server\n\n\
+                  Exit status: 0 it is there, 1 it failed, and nothing is left of it, 2 wrong usage."
+)]
 pub struct NameArgs {
     /// The image directory of the checkpoint, or the directory of an unpacked Kubernetes checkpoint.
     pub dir: PathBuf,
@@ -191,9 +216,8 @@ pub struct NameArgs {
     pub common: Common,
 }
 
-/// Keep the memory of a checkpoint, or no longer.
+/// Which checkpoint.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 done, 1 failed, 2 wrong usage.")]
 pub struct PinArgs {
     /// The checkpoint, by its id in `firn store ls`; the first digits are enough.
     pub id: String,

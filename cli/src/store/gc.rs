@@ -183,10 +183,11 @@ impl Plan {
         for (id, index) in &self.removed {
             line!("{does}  {} of container {}", short(id), index.container);
         }
-        let (extents, bytes) = (self.extents.len(), text::bytes(self.bytes()));
         line!(
-            "{} checkpoints and {extents} extents, {bytes}, {done}",
-            self.removed.len()
+            "{} and {}, {}, {done}",
+            text::count(self.removed.len(), "checkpoint"),
+            text::count(self.extents.len(), "extent"),
+            text::bytes(self.bytes())
         );
     }
 }

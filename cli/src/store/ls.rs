@@ -32,6 +32,7 @@ fn as_json(image: &Image) -> serde_json::Value {
         "host": index.map(|index| &index.host),
         "image": index.map(|index| &index.image),
         "made": index.map(|index| index.made),
+        "time": index.and_then(|index| text::utc(index.made)),
         "parent": index.and_then(|index| index.parent),
         "memory": image.memory, "own": image.own, "shared": image.shared, "zero": image.zero,
         "missing": image.missing, "pinned": image.pinned,
@@ -72,7 +73,7 @@ fn row(image: &Image) -> [String; 9] {
     let pinned = if image.pinned { ", pinned" } else { "" };
     let missing = match image.missing {
         0 => String::new(),
-        count => format!(", lacks {count} extents"),
+        count => format!(", lacks {}", text::count(count, "extent")),
     };
     [
         short(&image.id),

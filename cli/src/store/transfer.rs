@@ -144,7 +144,7 @@ impl Copied {
             id,
             written,
             reused: total - written,
-            seconds: begun.elapsed().as_secs_f64(),
+            seconds: text::rounded(begun.elapsed().as_secs_f64()),
         }
     }
 }

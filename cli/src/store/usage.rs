@@ -162,12 +162,16 @@ pub fn run(args: &DuArgs) -> Result<bool> {
 fn print(usage: &Usage) {
     let bytes = text::bytes;
     line!(
-        "memory      {} in {} checkpoints",
+        "memory      {} in {}",
         bytes(usage.memory),
-        usage.images
+        text::count(usage.images, "checkpoint")
     );
     line!("zero        {}, for which nothing is stored", bytes(usage.zero));
-    line!("stored      {} in {} extents", bytes(usage.stored), usage.extents);
+    line!(
+        "stored      {} in {}",
+        bytes(usage.stored),
+        text::count(usage.extents, "extent")
+    );
     line!(
         "unused      {}, which `firn store gc` removes",
         bytes(usage.unused)

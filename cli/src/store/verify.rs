@@ -163,9 +163,9 @@ fn repair(store: &Store, found: &Found) -> Result<()> {
 fn print(found: &Found) {
     let bytes = text::bytes(found.bytes);
     line!(
-        "read        {bytes} in {} extents, {} checkpoints",
-        found.extents,
-        found.images
+        "read        {bytes} in {}, {}",
+        text::count(found.extents, "extent"),
+        text::count(found.images, "checkpoint")
     );
     let removed = if found.repaired { ", removed" } else { "" };
     for extent in &found.damaged {
@@ -175,7 +175,11 @@ fn print(found: &Found) {
         line!("damaged     {failure}{removed}");
     }
     for (image, count) in &found.incomplete {
-        line!("incomplete  {} lacks {count} extents", short(image));
+        line!(
+            "incomplete  {} lacks {}",
+            short(image),
+            text::count(*count, "extent")
+        );
     }
     if found.is_whole() {
         line!("whole");

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::node::{Node, all_output, text, value};
 
 /// A node with a checkpoint that pods of `ml` may name `warm`, and one in the store.
-fn node() -> Node {
+pub fn node() -> Node {
     let node = Node::new();
     Store::create(&node.path("store"), &Packing::default()).expect("a store");
     for dir in ["from/ml", "store/named/web"] {

@@ -10,6 +10,7 @@ mod node;
 mod plan;
 mod ps;
 mod store;
+mod terminal;
 
 use node::{Node, text};
 

@@ -174,6 +174,7 @@ impl Node {
             .args(arguments)
             .current_dir(self.dir.path())
             .env("PATH", path)
+            .env("TZ", "UTC")
             .env("FIRN_CONFIG", self.path("config.toml"));
         command
     }

@@ -10,7 +10,7 @@ use crate::node::{Node, text, value};
 const BUNDLES: &str = "state/io.containerd.runtime.v2.task";
 
 /// A program that has a shim's name.
-struct Shim(Child);
+pub struct Shim(pub Child);
 
 impl Shim {
     fn start(node: &Node) -> Self {
@@ -41,7 +41,7 @@ fn now() -> u64 {
 }
 
 /// The lines of a journal that began 60 s ago and entered this phase 5 s ago.
-fn journal(shim: u32, op: &str, phase: &str) -> String {
+pub fn journal(shim: u32, op: &str, phase: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("the boot's id");
     let begin = json!({
         "event": "begin", "version": 1, "boot": boot.trim(), "shim": shim, "at": now() - 60_000, "op": op,
@@ -52,7 +52,7 @@ fn journal(shim: u32, op: &str, phase: &str) -> String {
     format!("{begin}\n{enter}\n")
 }
 
-fn bundle(node: &Node, name: &str, journal: &str) {
+pub fn bundle(node: &Node, name: &str, journal: &str) {
     std::fs::create_dir_all(node.path(&format!("{BUNDLES}/{name}"))).expect("a directory");
     if !journal.is_empty() {
         node.write(&format!("{BUNDLES}/{name}/firn-journal"), journal);
@@ -72,7 +72,7 @@ fn seconds(value: &Value) -> u64 {
 }
 
 /// A checkpoint and a restore that are in progress.
-fn two_at_work(node: &Node) -> Shim {
+pub fn two_at_work(node: &Node) -> Shim {
     let shim = Shim::start(node);
     bundle(node, "default/idle", "");
     bundle(

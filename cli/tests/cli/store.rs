@@ -127,7 +127,7 @@ fn ls_shows_what_each_checkpoint_takes() {
     let output = stored.firn("ls");
     assert_eq!(output.status.code(), Some(1));
     assert!(
-        text(&output).contains("incomplete, lacks 1 extents"),
+        text(&output).contains("incomplete, lacks 1 extent"),
         "{}",
         text(&output)
     );
@@ -169,7 +169,7 @@ fn verify_finds_damage_and_repair_removes_it() {
         shown.contains(&format!("extent {}\n", Digest::of(b"one"))),
         "{shown}"
     );
-    assert!(shown.contains("lacks 1 extents"), "{shown}");
+    assert!(shown.contains("lacks 1 extent"), "{shown}");
     assert!(stored.extent(b"one").exists());
     // Another checkpoint does not need it.
     let other = stored.listed("other");

@@ -312,11 +312,7 @@ fn failed_drains(cluster: &Cluster) -> Result<()> {
     fails(
         cluster,
         &[],
-        &[
-            "FIRN-DRAIN-KUBECTL",
-            "disruption budget",
-            "1 of 1 jobs were not moved",
-        ],
+        &["FIRN-DRAIN-KUBECTL", "disruption budget", "1 of 1 job not moved"],
     )?;
     let reached = answers(cluster, &pod, reached)?;
     cluster.kubectl(&["delete", "pdb", "server"])?;

@@ -26,7 +26,7 @@ pub fn a_checkpoint_is_a_trace(platform: Platform) -> Result<()> {
         job.checkpoint("checkpoint/job")?;
         let entries = history(host, &["job"])?;
         let sent = host.node().run(&["firn", "history", "--otlp", ENDPOINT])?.stdout;
-        ensure!(sent.starts_with("1 of 1 transactions"), "{sent}");
+        ensure!(sent.starts_with("1 of 1 transaction sent to "), "{sent}");
         let is_ours = |received: &Received| received.kind == "application/json";
         let received = collector
             .received()

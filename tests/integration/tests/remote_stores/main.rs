@@ -324,7 +324,7 @@ fn an_extent_that_was_lost_is_pushed_again() -> Result<()> {
     fs::remove_file(lab.gateway.file(OBJECTS).join(&lost))?;
     let listed = lab.firn("a", &["ls", "--store", URL])?;
     ensure!(
-        all(&listed).contains("incomplete, lacks 1 extents"),
+        all(&listed).contains("incomplete, lacks 1 extent"),
         "{}",
         all(&listed)
     );

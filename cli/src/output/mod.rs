@@ -2,12 +2,18 @@
 //!
 //! It is no failure if the reader ends early (`firn inspect DIR | head`). Any other failure to write is one.
 
+mod table;
+mod terminal;
+
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use firn_config::text::{printable_json, write_line};
+use firn_config::text::{one_line, printable_json, write_line};
 use serde::Serialize;
+
+pub use table::table;
+pub use terminal::Tone;
 
 /// Whether output is missing.
 static INCOMPLETE: AtomicBool = AtomicBool::new(false);
@@ -25,10 +31,17 @@ pub fn is_complete() -> bool {
     !INCOMPLETE.load(Ordering::Relaxed)
 }
 
-/// Prints a line on standard output.
+/// Prints a line on standard output. A terminal shows it in as many as it needs.
 macro_rules! line {
     ($($text:tt)*) => {
         $crate::output::print_out(format_args!($($text)*))
+    };
+}
+
+/// Prints a line for a program or a shell, which is never wrapped.
+macro_rules! verbatim {
+    ($($text:tt)*) => {
+        $crate::output::print_verbatim(format_args!($($text)*))
     };
 }
 
@@ -39,10 +52,28 @@ macro_rules! note {
     };
 }
 
-pub(crate) use {line, note};
+pub(crate) use {line, note, verbatim};
 
 pub fn print_out(text: fmt::Arguments<'_>) {
+    toned(None, &text.to_string());
+}
+
+pub fn print_verbatim(text: fmt::Arguments<'_>) {
     record(write_line(io::stdout().lock(), text));
+}
+
+/// Prints a line, of which a word has a tone.
+pub fn toned(tone: Option<(Tone, &str)>, text: &str) {
+    let text = one_line(text);
+    let lines = match terminal::columns() {
+        Some(columns) => terminal::wrapped(&text, columns),
+        None => vec![text],
+    };
+    let mut shown = lines.join("\n") + "\n";
+    if let Some((tone, word)) = tone {
+        shown = shown.replacen(word, &terminal::painted(tone, word), 1);
+    }
+    raw(&shown);
 }
 
 pub fn print_err(text: fmt::Arguments<'_>) {
@@ -65,18 +96,6 @@ pub fn failed(as_json: bool, message: impl fmt::Display) -> anyhow::Result<bool>
         false => note!("firn: {message}"),
     }
     Ok(false)
-}
-
-/// Prints rows in columns, below their heads.
-pub fn table<const N: usize>(head: [&str; N], rows: impl Iterator<Item = [String; N]>) {
-    let rows: Vec<[String; N]> = [head.map(str::to_owned)].into_iter().chain(rows).collect();
-    let width = |at: usize| rows.iter().map(|row| row[at].chars().count()).max();
-    let widths: Vec<usize> = (0..N).filter_map(width).collect();
-    for row in &rows {
-        let cells = row.iter().zip(&widths);
-        let cells = cells.map(|(cell, width)| format!("{cell:<width$}"));
-        line!("{}", cells.collect::<Vec<_>>().join("  ").trim_end());
-    }
 }
 
 /// Prints text of firn itself.
