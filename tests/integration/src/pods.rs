@@ -17,6 +17,7 @@ pub const KUBERNETES: SlowGo = SlowGo {
                   -X k8s.io/component-base/version.gitMajor=1 \
                   -X k8s.io/component-base/version.gitMinor=34 \
                   -X k8s.io/client-go/pkg/version.gitVersion=v1.34.4",
+        tags: "",
     },
 };
 /// What stands for the pause image: the container that holds a pod's namespaces.

@@ -23,6 +23,7 @@ const CDI: &str = "/etc/cdi/nvidia.yaml";
 const BY_NAME: GoOptions = GoOptions {
     cgo: true,
     ldflags: "-extldflags=-Wl,-z,lazy",
+    tags: "",
 };
 
 const COUNT: [&str; 7] = [

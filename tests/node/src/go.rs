@@ -71,6 +71,8 @@ pub struct GoOptions {
     pub cgo: bool,
     /// Options of the linker.
     pub ldflags: &'static str,
+    /// Build tags, with commas between them.
+    pub tags: &'static str,
 }
 
 /// As [`go_install`], for a module that cannot be installed as it is: `prepare` edits a copy of its source,
@@ -84,12 +86,9 @@ pub fn go_build_of(
 ) -> Result<PathBuf> {
     let name = package.rsplit_once('/').map_or(package, |(_, name)| name);
     kept(name, version, |new| {
-        let download = go(&["mod", "download", "-json", &format!("{module}@{version}")]);
-        let found = host::output({ download }.current_dir(new))?;
-        let found: serde_json::Value = serde_json::from_str(&found)?;
-        let dir = found["Dir"].as_str().context("the module has no directory")?;
+        let dir = source_of(module, version)?;
         let source = new.join("source");
-        host::run(Command::new("cp").args(["-r", dir]).arg(&source))?;
+        host::run(Command::new("cp").arg("-r").args([&dir, &source]))?;
         host::run(Command::new("chmod").args(["-R", "u+w"]).arg(&source))?;
         prepare(&source)?;
         host::run(
@@ -101,6 +100,31 @@ pub fn go_build_of(
     })
 }
 
+/// A program written in C whose sources, the files of one directory, are published with a module. It is
+/// linked statically by the C compiler of the host.
+pub fn c_build_of(module: &str, version: &str, sources: &str, name: &str) -> Result<PathBuf> {
+    kept(name, version, |new| {
+        let sources = source_of(module, version)?.join(sources);
+        let mut compile = Command::new("cc");
+        compile.args(["-O2", "-static", "-o"]).arg(new.join(name));
+        for entry in fs::read_dir(&sources).with_context(|| format!("list {}", sources.display()))? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "c") {
+                compile.arg(path);
+            }
+        }
+        host::run(&mut compile)
+    })
+}
+
+/// The directory, which may not be written to, with the source of a module.
+fn source_of(module: &str, version: &str) -> Result<PathBuf> {
+    let mut download = go(&["mod", "download", "-json", &format!("{module}@{version}")]);
+    let found: serde_json::Value = serde_json::from_str(&host::output(download.current_dir("/"))?)?;
+    let dir = found["Dir"].as_str().context("the module has no directory")?;
+    Ok(dir.into())
+}
+
 impl GoOptions {
     fn build(self, flags: &[&str], program: &Path) -> Command {
         let mut build = go(&["build", "-trimpath", "-buildvcs=false"]);
@@ -109,7 +133,7 @@ impl GoOptions {
         }
         build
             .args(flags)
-            .args(["-ldflags", self.ldflags, "-o"])
+            .args(["-tags", self.tags, "-ldflags", self.ldflags, "-o"])
             .arg(program);
         build
     }
@@ -131,6 +155,7 @@ impl SlowGo {
     /// Of the source and how it is built.
     fn tag(&self) -> Result<String> {
         let mut source = Sha256::new_with_prefix(self.options.ldflags);
+        source.update(self.options.tags);
         for file in ["go.mod", "go.sum", "main.go"] {
             let path = Path::new(self.source).join(file);
             source.update(fs::read(&path).with_context(|| format!("read {}", path.display()))?);

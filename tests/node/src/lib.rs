@@ -34,7 +34,7 @@ mod wait;
 
 pub use cgroup::{Cgroup, CgroupMode};
 pub use command::Output;
-pub use go::{GoOptions, SlowGo, go_build, go_build_of, go_install, go_lacks};
+pub use go::{GoOptions, SlowGo, c_build_of, go_build, go_build_of, go_install, go_lacks};
 pub use image::Image;
 pub use link::{Link, link};
 pub use node::{Builder, Node};

@@ -266,6 +266,7 @@ fn install(node: &Node, programs: &Path, pods: u8) -> Result<()> {
         cgo: true,
         // It calls functions of NVML by their names, of which a driver may lack some.
         ldflags: "-extldflags=-Wl,-z,lazy",
+        tags: "",
     };
     let (module, version) = DEVICE_PLUGIN;
     let plugin = go_build_of(module, version, "cmd/nvidia-device-plugin", options, |_| Ok(()))?;
