@@ -6,7 +6,7 @@
 
 use anyhow::Result;
 
-use super::outcome::{Output, Verdict};
+use super::outcome::{Outcome, Output, Verdict};
 use super::{Done, cargo};
 
 /// Tests that are run once more. When more have failed it is the change, not the machine.
@@ -22,14 +22,27 @@ pub(super) fn again(done: &mut [Done]) -> Result<()> {
         let Some(arguments) = &done.again else { continue };
         println!("\n== {}: what failed, once more", done.name);
         let names = done.outcome.failures.iter().map(|failure| failure.name());
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).chain(names).collect();
-        let repeated = cargo(&mut Output::Terminal, &arguments)?;
-        let wanted = done.outcome.failures.len() as u64;
-        if repeated.verdict == Verdict::Passed && repeated.tests.passed >= wanted {
+        if all_pass(arguments, names, |call| cargo(&mut Output::Terminal, call))? {
             done.outcome.pass_as_flaky();
         }
     }
     Ok(())
+}
+
+/// Whether each of these tests passes in a call of its own: the harness of the suites takes one filter.
+fn all_pass<'n>(
+    arguments: &[String],
+    names: impl Iterator<Item = &'n str>,
+    mut run: impl FnMut(&[&str]) -> Result<Outcome>,
+) -> Result<bool> {
+    for name in names {
+        let call: Vec<&str> = arguments.iter().map(String::as_str).chain([name]).collect();
+        let repeated = run(&call)?;
+        if repeated.verdict != Verdict::Passed || repeated.tests.passed == 0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Whether the check failed by tests alone, all of which are known by name.
@@ -43,7 +56,7 @@ mod tests {
     use std::process::Command;
     use std::time::Duration;
 
-    use super::super::outcome::{Outcome, through};
+    use super::super::outcome::through;
     use super::*;
 
     fn done(script: &str) -> Done {
@@ -55,6 +68,26 @@ mod tests {
             took: Duration::ZERO,
             again: None,
         }
+    }
+
+    #[test]
+    fn each_test_is_repeated_in_a_call_of_its_own() {
+        let before = ["test".to_owned(), "--exact".to_owned()];
+        let mut calls = Vec::new();
+        let mut repeat = |script: &str| {
+            let run = |call: &[&str]| {
+                calls.push(call.join(" "));
+                Ok(done(script).outcome)
+            };
+            all_pass(&before, ["a [forky]", "b"].into_iter(), run).unwrap()
+        };
+        assert!(repeat("echo 'test result: ok. 1 passed; 0 failed; 0 ignored'"));
+        assert!(
+            !repeat("echo 'test result: ok. 0 passed; 0 failed; 0 ignored'"),
+            "it was not found"
+        );
+        assert!(!repeat("exit 1"));
+        assert_eq!(calls[..2], ["test --exact a [forky]", "test --exact b"]);
     }
 
     #[test]

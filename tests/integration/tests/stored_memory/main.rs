@@ -179,7 +179,9 @@ fn a_full_store_costs_nothing(platform: Platform) -> Result<()> {
         host.configure(STORE)?;
         let job = job(host, &[])?;
         let fails = |code: &str| {
-            let output = failure(job.checkpoint("checkpoint/job").map(drop))?;
+            let output = failure(job.checkpoint("checkpoint/job").map(drop));
+            // Success is explained by what the shim has logged.
+            let output = output.with_context(|| format!("instead of {code}:\n{}", host.log()))?;
             ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
             job.goes_on(3).map(drop)
         };
