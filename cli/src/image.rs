@@ -24,14 +24,15 @@ impl Found {
     }
 }
 
-/// The sizes of a checkpoint by class.
+/// The sizes of a checkpoint by class, in bytes.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Sizes {
     /// GPU memory, which is in the memory of the processes.
     pub gpu: u64,
     /// Memory of the processes in CRIU's files, without that.
     pub memory: u64,
-    /// In a store.
+    /// Memory of the processes in a store, without GPU memory.
     pub stored: u64,
     /// What CRIU knows of the processes.
     pub state: u64,

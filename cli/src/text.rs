@@ -72,6 +72,16 @@ pub fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3
 }
 
+/// A duration in whole milliseconds, for JSON.
+pub fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A text, unless it is empty.
+pub fn some(text: &str) -> Option<&str> {
+    Some(text).filter(|text| !text.is_empty())
+}
+
 /// A duration in milliseconds.
 pub fn seconds(ms: f64) -> String {
     match ms {

@@ -11,14 +11,13 @@ use serde::Serialize;
 use super::args::DuArgs;
 use super::origin::Origin;
 use super::shown;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
 
 /// A checkpoint, and its share of the store.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Image {
     pub id: Digest,
-    #[serde(skip)]
     pub index: Option<Index>,
     /// Why its index cannot be used.
     pub failure: Option<ProblemReport>,
@@ -117,18 +116,29 @@ pub fn kept(index: &Index, form: &Form) -> HashMap<Digest, u64> {
 
 /// What takes room, in bytes.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Usage {
+    /// Number of checkpoints.
     images: usize,
+    /// Memory of all checkpoints.
     memory: u64,
+    /// Zeros in it, for which nothing is stored.
     zero: u64,
+    /// Number of extents.
     extents: usize,
+    /// Their files.
     stored: u64,
-    /// Of extents that no index names.
+    /// Files of extents that no checkpoint has: `firn store gc` removes them.
     unused: u64,
+    /// What was not finished.
     unfinished: u64,
+    /// What is free on the file system.
     free: u64,
+    /// The most that the configuration lets its store have; absent if it has no such limit.
     cap: Option<u64>,
 }
+
+printed! { Usage: "store du" }
 
 /// `firn store du`.
 pub fn run(args: &DuArgs) -> Result<bool> {

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, console, root};
-use firn_lab::{Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, cases, matrix, on};
+use firn_lab::{
+    Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, answer, cases, matrix, on,
+};
 use firn_node::{Node, Platform, wait_for};
 
 const PACKAGE: &str = "/srv/firn.deb";
@@ -197,6 +199,7 @@ fn shows_its_manual(node: &Node) -> Result<()> {
     let sums = node.run(&["dpkg", "--verify", "firn"])?.stdout;
     ensure!(sums.is_empty(), "{sums}");
     let checks = node.run(&["firn", "doctor", "--json"])?.stdout;
+    answer(&["doctor"], &checks)?;
     ensure!(!checks.contains("libfirn_criu.so is missing"), "{checks}");
     Ok(())
 }
