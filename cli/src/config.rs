@@ -24,7 +24,7 @@ struct Checked<'a> {
     mistakes: Vec<Shown<'a>>,
 }
 
-/// A mistake, as JSON has it.
+/// A mistake.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Shown<'a> {

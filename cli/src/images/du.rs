@@ -36,7 +36,7 @@ struct Usage<'a> {
     counted_twice: u64,
 }
 
-/// A checkpoint's share, as JSON has it.
+/// A checkpoint's share.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Shown<'a> {

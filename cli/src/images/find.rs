@@ -56,7 +56,7 @@ pub struct Checkpoint {
     pub blobs: Vec<Part>,
 }
 
-/// A checkpoint, as JSON has it.
+/// A checkpoint.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Shown<'a> {

@@ -20,7 +20,7 @@ pub struct Tree {
     gpu: Vec<u32>,
 }
 
-/// A process of a checkpoint, as JSON has it.
+/// A process of a checkpoint.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Shown<'a> {

@@ -50,7 +50,7 @@ pub struct Gpu {
     pub uuid: String,
 }
 
-/// A container, as JSON has it.
+/// A container.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Shown<'a> {

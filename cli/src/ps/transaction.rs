@@ -40,7 +40,7 @@ pub enum State {
     Killed,
 }
 
-/// A transaction, as JSON has it.
+/// A transaction.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Shown<'a> {

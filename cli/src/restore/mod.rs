@@ -51,8 +51,8 @@ struct Done<'a> {
     pid: Option<u32>,
     /// How long the command took, in milliseconds.
     ms: u64,
-    /// The GPUs of the source, and those in their place. Empty: the checkpoint has no GPU, or the shim has
-    /// chosen them.
+    /// With --dry-run: the GPUs of the source, and those that would take their place. Empty otherwise, and
+    /// for a checkpoint without GPUs.
     map: Vec<Pair<'a>>,
     /// Bytes of the checkpoint that were read; absent for an image directory.
     bytes: Option<u64>,

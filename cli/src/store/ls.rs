@@ -25,7 +25,7 @@ struct Listed<'a> {
     images: Vec<Shown<'a>>,
 }
 
-/// A checkpoint in a store, as JSON has it.
+/// A checkpoint in a store.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Shown<'a> {

@@ -114,27 +114,27 @@ pub fn kept(index: &Index, form: &Form) -> HashMap<Digest, u64> {
         .collect()
 }
 
-/// What takes room, in bytes.
+/// What takes room in a store.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Usage {
     /// Number of checkpoints.
     images: usize,
-    /// Memory of all checkpoints.
+    /// Bytes of memory of all checkpoints.
     memory: u64,
-    /// Zeros in it, for which nothing is stored.
+    /// Bytes of zeros in it, for which nothing is stored.
     zero: u64,
     /// Number of extents.
     extents: usize,
-    /// Their files.
+    /// Bytes of their files.
     stored: u64,
-    /// Files of extents that no checkpoint has: `firn store gc` removes them.
+    /// Bytes of extents that no checkpoint has: `firn store gc` removes them.
     unused: u64,
-    /// What was not finished.
+    /// Bytes of what was not finished.
     unfinished: u64,
-    /// What is free on the file system.
+    /// Bytes that are free on the file system.
     free: u64,
-    /// The most that the configuration lets its store have; absent if it has no such limit.
+    /// The most bytes that the configuration lets its store have; absent if it has no such limit.
     cap: Option<u64>,
 }
 
