@@ -74,7 +74,8 @@ struct Pair<'a> {
 
 printed! { Done<'_>: "restore" }
 
-/// True: done.
+/// True: done. An error of a restore from a stream is one before anything was begun: `firn move` on the other
+/// node, which reads it, lets its container go on.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     if let Some(image) = &args.check {
         return check::run(args, image);
