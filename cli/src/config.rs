@@ -6,10 +6,39 @@ use anyhow::Result;
 use firn_config::{Config, Keys, Mistake, MistakeKind, Reading};
 use firn_host::{Chain, ProblemReport};
 use firn_remap::RequestedMap;
-use serde_json::json;
+use serde::Serialize;
 
 use crate::args::config::{ConfigCheckArgs, ConfigCommand};
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
+use crate::text;
+
+/// A configuration file that was checked.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Checked<'a> {
+    /// The file.
+    file: &'a Path,
+    /// Whether it is there. If it is not, the defaults are in force.
+    present: bool,
+    /// Its mistakes, in the order of the lines.
+    mistakes: Vec<Shown<'a>>,
+}
+
+/// A mistake.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Shown<'a> {
+    /// The line, counted from 1.
+    line: usize,
+    /// The key, as `restore.gpu-map`; absent if the line has none.
+    key: Option<&'a str>,
+    /// What is wrong.
+    problem: &'a str,
+    /// The operations that are refused until it is corrected.
+    prevents: Vec<&'static str>,
+}
+
+printed! { Checked<'_>: "config check" }
 
 pub fn run(command: &ConfigCommand) -> Result<bool> {
     match command {
@@ -26,8 +55,11 @@ fn check(args: &ConfigCheckArgs) -> Result<bool> {
     }
     let mistakes = mistakes(Config::read(&path).map_err(ProblemReport::from)?);
     if args.json {
-        let all: Vec<_> = mistakes.iter().map(as_json).collect();
-        output::json(&json!({"file": path, "present": is_there, "mistakes": all}))?;
+        output::json(&Checked {
+            file: &path,
+            present: is_there,
+            mistakes: mistakes.iter().map(Shown::of).collect(),
+        })?;
     } else {
         print(&path, is_there, &mistakes);
     }
@@ -75,11 +107,15 @@ pub fn prevented(mistake: &Mistake) -> Vec<&'static str> {
         .collect()
 }
 
-fn as_json(mistake: &Mistake) -> serde_json::Value {
-    json!({
-        "line": mistake.line, "key": mistake.key, "problem": mistake.problem,
-        "prevents": prevented(mistake),
-    })
+impl<'a> Shown<'a> {
+    fn of(mistake: &'a Mistake) -> Self {
+        Self {
+            line: mistake.line,
+            key: text::some(&mistake.key),
+            problem: &mistake.problem,
+            prevents: prevented(mistake),
+        }
+    }
 }
 
 fn print(path: &Path, is_there: bool, mistakes: &[Mistake]) {

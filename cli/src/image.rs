@@ -24,18 +24,19 @@ impl Found {
     }
 }
 
-/// The sizes of a checkpoint by class.
+/// The sizes of a checkpoint by class, in bytes.
 #[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Sizes {
-    /// GPU memory, which is in the memory of the processes.
+    /// Bytes of GPU memory, which is in the memory of the processes.
     pub gpu: u64,
-    /// Memory of the processes in CRIU's files, without that.
+    /// Bytes of memory of the processes in CRIU's files, without that.
     pub memory: u64,
-    /// In a store.
+    /// Bytes of memory of the processes in a store, without GPU memory.
     pub stored: u64,
-    /// What CRIU knows of the processes.
+    /// Bytes of what CRIU knows of the processes.
     pub state: u64,
-    /// Files that the container has written.
+    /// Bytes of the files that the container has written.
     pub files: u64,
 }
 

@@ -44,7 +44,7 @@ mod work_dir;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{ArgMatches, CommandFactory, FromArgMatches};
 
 use args::{Args, Command};
 use audit::Verdict;
@@ -53,7 +53,9 @@ use audit::Verdict;
 const SUSPECTED: u8 = 3;
 
 fn main() -> ExitCode {
-    let result = match Args::parse().command {
+    let matches = Args::command().get_matches();
+    let args = Args::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let result = match args.command {
         Command::Inspect(args) => inspect::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Audit(args) => match audit::run(&args) {
@@ -92,8 +94,17 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            output::note!("firn: {error:#}");
+            // A text is always JSON.
+            let _shown = output::failed(wants_json(&matches), format_args!("{error:#}"));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Whether the command has the option --json.
+fn wants_json(matches: &ArgMatches) -> bool {
+    match matches.subcommand() {
+        Some((_, below)) => wants_json(below),
+        None => matches.try_get_one("json").ok().flatten() == Some(&true),
     }
 }

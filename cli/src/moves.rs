@@ -9,12 +9,13 @@ use anyhow::Result;
 use clap::ValueEnum;
 use firn_config::names;
 use firn_host::{Problem, ProblemLine};
-use serde_json::json;
+use serde::Serialize;
 use tokio::time::interval;
 
 use crate::args::{MoveGpuArgs, ResumeArgs, TaskArgs};
 use crate::containerd::{CallError, Containerd, block_on};
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, printed};
+use crate::text;
 
 /// How often a person sees that it is still under way.
 const PROGRESS: Duration = Duration::from_secs(2);
@@ -36,6 +37,22 @@ enum MoveError {
     Call(#[from] CallError),
 }
 
+/// A container that goes on.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct GoesOn<'a> {
+    /// Id of the container.
+    container: &'a str,
+    /// containerd's namespace.
+    namespace: &'a str,
+    /// The GPUs that were asked for, as the command line names them; `same` for those that it had.
+    gpus: &'a str,
+    /// How long the command took, in milliseconds.
+    ms: u64,
+}
+
+printed! { GoesOn<'_>: "resume", "move-gpu" }
+
 pub fn resume(args: &ResumeArgs) -> Result<bool> {
     let gpus = args.gpus.as_deref().unwrap_or(names::SAME_GPUS);
     run(&args.task, gpus, "resuming")
@@ -52,9 +69,12 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
         Ok(()) => {
             let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
             match task.json {
-                true => output::json(&json!({
-                    "container": id, "namespace": namespace, "gpus": gpus, "ms": took.as_millis(),
-                }))?,
+                true => output::json(&GoesOn {
+                    container: id,
+                    namespace,
+                    gpus,
+                    ms: text::ms(took),
+                })?,
                 false => line!("{id} goes on, after {:.1} s", took.as_secs_f64()),
             }
             Ok(true)

@@ -12,11 +12,13 @@ use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::Problem;
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::{GpuRequest, Rules, Spec, job_hook, mounts};
+use firn_remap::plan::{GpuMap, Warning};
 use firn_remap::{Basis, GpuAssignment, Grant};
+use serde::Serialize;
 use serde_json::json;
 
 use crate::args::PlanArgs;
-use crate::output::{self, Tone, line, toned};
+use crate::output::{self, Tone, line, printed, toned};
 use crate::view::{Subject, View};
 use crate::{cdi, program};
 use firn_host::ProblemReport;
@@ -58,22 +60,52 @@ struct Planned {
     _view: Option<View>,
 }
 
+/// Whether a restore would be accepted, and with which GPUs.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Decision<'a> {
+    /// Whether it would be accepted.
+    accepted: bool,
+    /// UUIDs of the GPUs for a checkpoint that holds nothing of any device; absent for another checkpoint.
+    device_free: Option<Vec<&'a GpuUuid>>,
+    /// A pair for every GPU of the checkpoint; absent if it has no GPU state, or if the restore would be
+    /// refused.
+    map: Option<&'a GpuMap>,
+    /// By what the container is granted its GPUs, for people; absent as the map.
+    basis: Option<String>,
+    /// What a restore with this map does not keep; absent as the map.
+    warnings: Option<&'a [Warning]>,
+    /// What could not be checked, for people; absent if the restore would be refused.
+    unseen: Option<&'a [&'static str]>,
+    /// Why it would be refused; absent if it would be accepted.
+    failure: Option<&'a ProblemReport>,
+}
+
+printed! { Decision<'_>: "plan" }
+
+impl<'a> Decision<'a> {
+    fn of(result: &'a Result<Accepted, ProblemReport>) -> Self {
+        let accepted = result.as_ref().ok();
+        let gpus = accepted.and_then(|accepted| accepted.gpus.as_ref());
+        let decision = gpus.map(|(_, decision, _)| decision);
+        Self {
+            accepted: result.is_ok(),
+            device_free: accepted.and_then(granted),
+            map: decision.map(|decision| &decision.map),
+            basis: decision.map(|decision| basis(&decision.grant)),
+            warnings: decision.map(|decision| &*decision.warnings),
+            unseen: accepted.map(|accepted| &*accepted.unseen),
+            failure: result.as_ref().err(),
+        }
+    }
+}
+
 /// Returns whether the restore would be accepted.
 pub fn run(args: &PlanArgs) -> Result<bool> {
     let config = Config::load(Keys::RESTORE).map_err(ProblemReport::from)?;
     let result = decide(args, &config)?;
     if args.json {
-        let gpus = result.as_ref().ok().and_then(|accepted| accepted.gpus.as_ref());
-        let decision = gpus.map(|(_, decision, _)| decision);
-        output::json(&json!({
-            "accepted": result.is_ok(),
-            "device_free": result.as_ref().ok().and_then(granted),
-            "map": decision.map(|decision| &decision.map),
-            "basis": decision.map(|decision| basis(&decision.grant)),
-            "warnings": decision.map(|decision| &decision.warnings),
-            "unseen": result.as_ref().ok().map(|accepted| &accepted.unseen),
-            "failure": result.as_ref().err(),
-        }))?;
+        output::json(&Decision::of(&result))?;
     } else {
         match &result {
             Ok(accepted) => {

@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde::Serialize;
 use tokio::time::interval;
 
 use crate::containerd::{Containerd, Phase};
@@ -12,6 +12,16 @@ use crate::text;
 
 /// How often a person sees that it is still under way.
 const TICK: Duration = Duration::from_secs(2);
+
+/// A phase of a command, which has ended.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Step<'a> {
+    /// Its name: that of a phase of the transaction, or of what the command does, as `pause` or `send`.
+    name: &'a str,
+    /// How long it took, in milliseconds.
+    ms: u64,
+}
 
 /// The phases of a command, with their times.
 pub struct Steps {
@@ -66,9 +76,14 @@ impl Steps {
         }
     }
 
-    pub fn as_json(&self) -> serde_json::Value {
-        let phase = |(name, took): &(String, Duration)| json!({"name": name, "ms": took.as_millis()});
-        self.done.iter().map(phase).collect()
+    /// Those that have ended, in their order.
+    pub fn ended(&self) -> Vec<Step<'_>> {
+        let done = self.done.iter();
+        done.map(|(name, took)| Step {
+            name,
+            ms: text::ms(*took),
+        })
+        .collect()
     }
 
     /// Does `work` on a container, whose phases firn's shim publishes meanwhile.

@@ -14,10 +14,12 @@ pub fn bytes(count: u64) -> String {
         ("MiB", 1 << 20),
         ("KiB", 1 << 10),
     ];
-    match UNITS.iter().find(|(_, size)| count >= *size) {
+    let tenths = |size: u64| (u128::from(count) * 10 + u128::from(size / 2)) / u128::from(size);
+    // What is rounded up to 1.0 of a unit has that unit.
+    match UNITS.iter().find(|(_, size)| tenths(*size / 1024) >= 10 * 1024) {
         None => format!("{count} B"),
         Some((unit, size)) => {
-            let tenths = (u128::from(count) * 10 + u128::from(size / 2)) / u128::from(*size);
+            let tenths = tenths(*size);
             format!("{}.{} {unit}", tenths / 10, tenths % 10)
         }
     }
@@ -70,6 +72,16 @@ pub fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3
 }
 
+/// A duration in whole milliseconds, for JSON.
+pub fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A text, unless it is empty.
+pub fn some(text: &str) -> Option<&str> {
+    Some(text).filter(|text| !text.is_empty())
+}
+
 /// A duration in milliseconds.
 pub fn seconds(ms: f64) -> String {
     match ms {
@@ -106,6 +118,10 @@ mod tests {
             (1023, "1023 B"),
             (1024, "1.0 KiB"),
             (1536, "1.5 KiB"),
+            (1_048_524, "1023.9 KiB"),
+            (1_048_525, "1.0 MiB"),
+            ((1 << 30) - 1, "1.0 GiB"),
+            ((1 << 40) - 1, "1.0 TiB"),
             (151_397_597_184, "141.0 GiB"),
             (u64::MAX, "16777216.0 TiB"),
         ] {

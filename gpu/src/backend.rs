@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// Decided once, when a container is created, and kept in the manifest of its checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Backend {
     /// The container has no GPU. CRIU alone makes the image.

@@ -6,7 +6,9 @@ use crate::{DeviceNode, Gpu, GpuUuid};
 
 /// A GPU that the checkpointed container was granted, as the manifest keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SourceGpu {
+    /// Its UUID.
     pub uuid: GpuUuid,
     /// Model name.
     pub name: String,

@@ -11,6 +11,7 @@ use crate::GpuUuid;
 
 /// What is known of the ways between GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Topology {
     /// At most one for a pair of GPUs.
     pub links: Vec<Link>,
@@ -20,6 +21,7 @@ pub struct Topology {
 
 /// The ways between two GPUs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Link {
     /// The smaller UUID first.
     pub gpus: [GpuUuid; 2],
@@ -33,6 +35,7 @@ pub struct Link {
 
 /// What two GPUs have in common on the way to each other, the nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum PciePath {
     /// One board.

@@ -16,6 +16,7 @@ mod tests;
 
 /// UUID of a GPU in the form that NVML and `nvidia-smi` print: `GPU-` and 36 lower-case characters.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(try_from = "String")]
 pub struct GpuUuid(String);
 
@@ -79,6 +80,7 @@ impl fmt::Display for GpuUuid {
 
 /// Type of a device node, as in the `type` field of an OCI device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum NodeType {
     /// Character device.
     #[serde(rename = "c")]
@@ -90,6 +92,7 @@ pub enum NodeType {
 
 /// A device node of the host: where it is and which device it opens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceNode {
     /// Path on the host, `/dev/nvidia0`.
     pub path: PathBuf,
@@ -111,6 +114,7 @@ impl DeviceNode {
 
 /// One GPU of the node, as NVML and the host's /dev show it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Gpu {
     /// The only key that the driver's restore call knows.
     pub uuid: GpuUuid,
@@ -136,6 +140,7 @@ pub struct Gpu {
 
 /// What the worker knows of the node's driver and GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Inventory {
     /// Full driver version, `580.159.04`.
     pub driver_version: String,
@@ -164,6 +169,7 @@ pub struct CudaProcess {
 
 /// State of a CUDA process as the driver's `cuCheckpointProcessGetState` gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum CudaState {
     /// 0: the process uses the GPU freely.
@@ -180,6 +186,7 @@ pub enum CudaState {
 
 /// One pair of the map given to the driver's restore call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GpuPair {
     /// GPU that the process had at the checkpoint.
     pub old: GpuUuid,

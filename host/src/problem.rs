@@ -49,6 +49,7 @@ pub trait Problem: Error {
 
 /// A problem as plain data: for another process, for JSON, for a log line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[error("{code}: {message}. hint: {hint}")]
 pub struct ProblemReport {
     /// `FIRN-...`.

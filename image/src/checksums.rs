@@ -31,6 +31,7 @@ pub(crate) const PARENT: &str = "parent";
 
 /// A file of the image directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ImageFile {
     /// Its name in the directory.
     pub name: String,

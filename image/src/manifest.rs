@@ -94,6 +94,7 @@ pub struct Manifest {
 
 /// Options of `runc checkpoint`, named as in containerd's CheckpointOptions.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DumpFlags {
     /// Established TCP connections were dumped.
     pub open_tcp: bool,
@@ -107,6 +108,7 @@ pub struct DumpFlags {
 
 /// Version of the NVIDIA driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DriverVersion {
     /// Full version, `580.159.04`.
     pub driver: String,
@@ -116,6 +118,7 @@ pub struct DriverVersion {
 
 /// A process whose GPU state was checkpointed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct CheckpointedProcess {
     /// Its id in the container's pid namespace.
     pub pid: i32,
@@ -127,6 +130,7 @@ pub struct CheckpointedProcess {
 
 /// The descriptors of GPUs that a process without CUDA had inherited from a CUDA process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct InheritedGpus {
     /// Its id in the container's pid namespace.
     pub pid: i32,
@@ -136,6 +140,7 @@ pub struct InheritedGpus {
 
 /// Memory of the processes that is in a store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StoredMemory {
     /// Id of the store that got it. Another store that has the same extents does as well.
     pub store: String,
@@ -143,9 +148,10 @@ pub struct StoredMemory {
     pub index: Digest,
     /// Bytes of the ranges, with zeros.
     pub bytes: u64,
-    /// Bytes that the store did not have before, and that it had. For people, as is the parent.
+    /// Bytes that the store did not have before. For people, as are the next two.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub written: u64,
+    /// Bytes that the store had.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub reused: u64,
     /// The index of the container's checkpoint before.

@@ -32,6 +32,7 @@ use crate::{Spec, SpecError, SpecMount};
 
 /// A bind mount that the container had at the dump.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RequiredMount {
     /// Path in the container.
     pub destination: PathBuf,

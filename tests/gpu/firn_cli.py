@@ -35,6 +35,8 @@ def parse_audit(status, text, errors=""):
         report = json.loads(text)
     except ValueError:
         raise Failed(f"firn audit ended with {status} and no answer: {errors.strip()}") from None
+    if "verdict" not in report:
+        raise Failed(f"firn audit ended with {status} and no answer: {report['failure']}")
     verdict = report["verdict"]
     if STATUS.get(verdict) != status:
         raise Failed(f"firn audit reports {verdict} and ends with {status}")
@@ -70,9 +72,9 @@ def parse_plan(text, errors=""):
         answer = json.loads(text)
     except ValueError:
         raise Failed(f"firn plan gave no answer: {errors.strip()}") from None
-    if not answer["accepted"]:
+    if not answer.get("accepted"):
         raise Failed(f"firn plan refuses: {answer['failure']}")
-    return {pair["old"]: pair["new"] for pair in answer["map"] or []}
+    return {pair["old"]: pair["new"] for pair in answer.get("map", [])}
 
 
 def nvlinks(found):

@@ -228,14 +228,17 @@ class FirnCli(unittest.TestCase):
     def test_audit_that_failed_or_contradicts_itself(self):
         with self.assertRaisesRegex(hosts.Failed, "no answer: firn: no container x"):
             firn_cli.parse_audit(1, "", "firn: no container x")
+        with self.assertRaisesRegex(hosts.Failed, "no answer: no container y"):
+            firn_cli.parse_audit(1, '{"failure": "no container y"}')
         with self.assertRaisesRegex(hosts.Failed, "reports can and ends with 1"):
             firn_cli.parse_audit(1, self.report("can"))
 
     def test_plan(self):
-        accepted = {"accepted": True, "map": [{"old": "a", "new": "b"}, {"old": "b", "new": "a"}], "failure": None}
+        accepted = {"accepted": True, "map": [{"old": "a", "new": "b"}, {"old": "b", "new": "a"}]}
         self.assertEqual(firn_cli.parse_plan(json.dumps(accepted)), {"a": "b", "b": "a"})
         with self.assertRaisesRegex(hosts.Failed, "FIRN-X"):
-            firn_cli.parse_plan(json.dumps({"accepted": False, "map": None, "failure": {"code": "FIRN-X"}}))
+            firn_cli.parse_plan(json.dumps({"accepted": False, "failure": {"code": "FIRN-X"}}))
+        self.assertEqual(firn_cli.parse_plan('{"accepted": true}'), {})
 
     def test_links(self):
         links = firn_cli.nvlinks({"topology": {"links": [

@@ -30,7 +30,8 @@ impl TraceParent {
         (names && is_known).then(|| Self(head.to_owned()))
     }
 
-    pub(crate) fn as_str(&self) -> &str {
+    /// The text, `00-...`.
+    pub fn as_str(&self) -> &str {
         &self.0
     }
 

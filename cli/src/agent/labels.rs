@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use firn_config::{Config, in_path, names};
 use firn_gpu::Inventory;
+use serde::Serialize;
 
 use super::args::LabelsArgs;
-use crate::output::{self, verbatim};
+use crate::output::{self, printed, verbatim};
 use crate::{install, program};
 
 /// Values of [`LABEL_RUNTIME`](names::LABEL_RUNTIME). containerd has the handler.
@@ -29,6 +30,16 @@ pub const OF_NODE: [&str; 5] = [
 /// The driver from which on restores go to other GPUs.
 const REMAPS: u32 = 580;
 
+/// The labels of the node that are known; absent are those of GPUs where the node has none.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Shown<'a>(
+    /// The value of each label, by the label's name.
+    &'a BTreeMap<&'static str, String>,
+);
+
+printed! { Shown<'_>: "labels" }
+
 pub fn run(args: &LabelsArgs) -> Result<bool> {
     install::enter(&args.root)?;
     let mut config = Config::load_what_is_valid().0;
@@ -39,7 +50,7 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     let inventory = program::inventory(&config).ok();
     let labels = of(inventory.as_ref());
     match args.json {
-        true => output::json(&labels)?,
+        true => output::json(&Shown(&labels))?,
         false => labels.iter().for_each(|(key, value)| verbatim!("{key}={value}")),
     }
     Ok(true)

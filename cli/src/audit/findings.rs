@@ -8,32 +8,41 @@ use firn_oci::{GpuRequest, Rules, Spec};
 use firn_preflight::{Assertions, Finding, Node, Outcome, Refusal, Workload};
 use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
-use serde_json::{Value, json};
 
-use super::Verdict;
 use super::subject::Unready;
+use super::{Planned, Verdict};
 use crate::text;
 
 /// How sure a signal is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Certainty {
+    /// Nothing was found.
     None,
+    /// It may be there.
     Suspected,
+    /// It is there.
     Certain,
 }
 
+/// What was looked for, and what was found.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Signal {
+    /// What was looked for, as `driver_without_checkpoint`.
     pub signal: &'static str,
+    /// How sure it is.
     pub certainty: Certainty,
     /// Whether a checkpoint or restore is refused for it.
     pub refused: bool,
     /// What it was read from.
     pub source: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Why it is refused; absent if it is not.
     pub failure: Option<ProblemReport>,
+    /// More about what was found, for people; absent if there is nothing.
     #[serde(skip_serializing_if = "String::is_empty")]
+    #[cfg_attr(test, schemars(default))]
     pub detail: String,
 }
 
@@ -309,12 +318,12 @@ impl Signals {
     }
 
     /// Whether GPUs with this topology and driver find a place on the target, if all of its whole GPUs are
-    /// granted. Returns the plan as JSON.
+    /// granted. Returns the plan.
     pub fn of_plan(
         &mut self,
         (source, topology, driver): (&[SourceGpu], &Topology, &str),
         target: &Inventory,
-    ) -> Option<Value> {
+    ) -> Option<Planned> {
         let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
         let plan = plan(&PlanRequest {
             source,
@@ -333,8 +342,10 @@ impl Signals {
         );
         let plan = plan.ok()?;
         signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
-        let warnings: Vec<String> = plan.warnings.iter().map(ToString::to_string).collect();
-        Some(json!({"map": plan.map, "warnings": warnings}))
+        Some(Planned {
+            warnings: plan.warnings.iter().map(ToString::to_string).collect(),
+            map: plan.map,
+        })
     }
 
     /// The subject is no workload.

@@ -11,47 +11,78 @@ mod workload;
 use anyhow::{Context, Result};
 use firn_config::{Config, Keys};
 use firn_host::ProblemReport;
+use firn_remap::plan::GpuMap;
 use serde::Serialize;
 
 use crate::args::AuditArgs;
+use crate::output::{self, printed};
 use crate::place::Place;
+use crate::program;
 use crate::view::{Subject, View};
-use crate::{output, program};
 use findings::{Signal, Signals};
 
 /// The result of an audit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Verdict {
+    /// Nothing speaks against it, as far as can be seen.
     #[default]
     Can,
+    /// It would be refused.
     Cannot,
     /// Nothing refuses it, and something may prevent it.
     Suspected,
 }
 
+/// A process of the workload.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Process {
+    /// Its pid on the node.
     pid: i32,
+    /// Its name.
     comm: String,
+    /// Whether it uses CUDA.
     cuda: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Bytes of GPU memory that it uses; absent if the driver does not report them.
     gpu_bytes: Option<u64>,
+    /// Bytes of anonymous memory that it has.
     anonymous_bytes: u64,
 }
 
+/// Whether a workload can be checkpointed, or a checkpoint be restored.
 #[derive(Debug, Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Report {
+    /// What was looked at, for people.
     subject: String,
+    /// The result.
     verdict: Verdict,
+    /// The processes of the workload. Empty for a checkpoint.
     processes: Vec<Process>,
+    /// UUIDs of its GPUs.
     gpus: Vec<String>,
+    /// Bytes of GPU memory that a checkpoint puts into host memory; 0 for a checkpoint.
     gpu_bytes: u64,
-    /// Least size of the image; `None` for a damaged image.
+    /// Least size of the checkpoint in bytes; absent for a damaged one, and if there is no workload.
     image_bytes: Option<u64>,
+    /// What was looked for, and what was found.
     signals: Vec<Signal>,
-    /// The GPUs on which it would be restored.
-    plan: Option<serde_json::Value>,
+    /// The GPUs on which it would be restored; absent if there is no target, no GPU, or no place for it.
+    plan: Option<Planned>,
+}
+
+printed! { Report: "audit" }
+
+/// The GPUs on which a workload would be restored.
+#[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Planned {
+    /// A pair for every GPU of the source.
+    map: GpuMap,
+    /// What a restore with this map does not keep, for people.
+    warnings: Vec<String>,
 }
 
 /// Prints the report and returns its verdict.

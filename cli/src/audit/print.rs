@@ -43,8 +43,8 @@ pub(super) fn print(report: &Report, is_verbose: bool) {
         line!("image      {} or more", text::bytes(bytes));
     }
     if let Some(plan) = &report.plan {
-        for pair in plan["map"].as_array().into_iter().flatten() {
-            line!("map        {} -> {}", pair["old"], pair["new"]);
+        for pair in plan.map.pairs() {
+            line!("map        {} -> {}", pair.old, pair.new);
         }
     }
     if !is_verbose {

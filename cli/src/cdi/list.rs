@@ -1,13 +1,47 @@
 //! `firn cdi list`: which devices this node's CDI files describe.
 
+use std::path::Path;
+
 use anyhow::Result;
 use firn_cdi::Registry;
 use firn_config::{Config, Keys};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::args::CdiListArgs;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use firn_host::ProblemReport;
+
+/// What the node's CDI files describe.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Listed<'a> {
+    /// The devices, in the order of their names.
+    devices: Vec<Device<'a>>,
+    /// Files that cannot be used.
+    broken: Vec<Broken<'a>>,
+}
+
+/// A device.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Device<'a> {
+    /// Its name, as `nvidia.com/gpu=0`.
+    name: String,
+    /// The files that describe it. Several: they are in conflict, and the device cannot be requested.
+    files: Vec<&'a Path>,
+}
+
+/// A file that cannot be used.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Broken<'a> {
+    /// The file.
+    file: &'a Path,
+    /// What is wrong with it.
+    error: String,
+}
+
+printed! { Listed<'_>: "cdi list" }
 
 /// True: every file can be used and no device is described twice.
 pub fn run(args: &CdiListArgs) -> Result<bool> {
@@ -15,7 +49,7 @@ pub fn run(args: &CdiListArgs) -> Result<bool> {
     let registry = Registry::read(&config.create.cdi_dirs);
     let conflicts = registry.devices().any(|(_, files)| files.len() > 1);
     if args.json {
-        output::json(&as_json(&registry))?;
+        output::json(&Listed::of(&registry))?;
     } else {
         print(&registry);
     }
@@ -38,13 +72,19 @@ fn print(registry: &Registry) {
     }
 }
 
-fn as_json(registry: &Registry) -> Value {
-    let devices = registry
-        .devices()
-        .map(|(name, files)| json!({"name": name.to_string(), "files": files}));
-    let broken = registry
-        .broken()
-        .iter()
-        .map(|(path, error)| json!({"file": path, "error": error.to_string()}));
-    json!({"devices": devices.collect::<Vec<_>>(), "broken": broken.collect::<Vec<_>>()})
+impl<'a> Listed<'a> {
+    fn of(registry: &'a Registry) -> Self {
+        let devices = registry.devices().map(|(name, files)| Device {
+            name: name.to_string(),
+            files,
+        });
+        let broken = registry.broken().iter().map(|(file, error)| Broken {
+            file,
+            error: error.to_string(),
+        });
+        Self {
+            devices: devices.collect(),
+            broken: broken.collect(),
+        }
+    }
 }

@@ -11,7 +11,7 @@ mod target;
 use std::time::Instant;
 
 use anyhow::Result;
-use serde_json::json;
+use serde::Serialize;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
@@ -20,11 +20,45 @@ pub use source::{Found as SourceFound, OPTIONS, Source};
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, printed};
 use crate::place::Place;
-use crate::steps::Steps;
+use crate::steps::{Step, Steps};
 use crate::text;
 use target::Target;
+
+/// What was checkpointed.
+#[derive(Serialize)]
+#[serde(untagged)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+enum Printed<'a> {
+    Container(Done<'a>),
+    Pod(pod::Done<'a>),
+}
+
+printed! { Printed<'_>: "checkpoint" }
+
+/// A container was checkpointed.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Done<'a> {
+    /// Id of the container.
+    container: &'a str,
+    /// containerd's namespace of the container.
+    namespace: &'a str,
+    /// What the checkpoint is: `ref` (an image in containerd), `file` (a tar file) or `dir` (an image
+    /// directory).
+    kind: &'a str,
+    /// Name or path of the checkpoint.
+    image: String,
+    /// Size of the checkpoint in bytes.
+    bytes: u64,
+    /// How long the command took, in milliseconds.
+    ms: u64,
+    /// Whether the container has ended with its checkpoint.
+    exited: bool,
+    /// The phases that have ended, in their order.
+    phases: Vec<Step<'a>>,
+}
 
 /// True: done.
 pub fn run(args: &CheckpointArgs) -> Result<bool> {
@@ -58,9 +92,15 @@ fn print(
 ) -> Result<()> {
     let (took, shown) = (begun.elapsed(), place.shown());
     if args.json {
-        return output::json(&json!({
-            "container": id, "namespace": args.namespace(), "kind": place.kind(), "image": shown,
-            "bytes": bytes, "ms": took.as_millis(), "exited": args.exit, "phases": steps.as_json(),
+        return output::json(&Printed::Container(Done {
+            container: id,
+            namespace: args.namespace(),
+            kind: place.kind(),
+            image: shown,
+            bytes,
+            ms: text::ms(took),
+            exited: args.exit,
+            phases: steps.ended(),
         }));
     }
     let goes = if args.exit { "has ended" } else { "goes on" };

@@ -12,13 +12,15 @@ use std::time::Instant;
 use anyhow::Result;
 use firn_config::names;
 use firn_host::{Problem, ProblemLine};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
 use crate::output::{self, line};
+use crate::text;
 
+use super::Printed;
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
@@ -56,6 +58,18 @@ enum PodError {
     Call(#[from] CallError),
 }
 
+/// The containers of a pod were checkpointed.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Done<'a> {
+    /// Namespace and name of the pod, as `default/train`.
+    pod: &'a str,
+    /// The image directory of each container, by the container's name in the pod.
+    images: &'a BTreeMap<String, PathBuf>,
+    /// How long the command took, in milliseconds.
+    ms: u64,
+}
+
 pub fn run(args: &CheckpointArgs) -> Result<bool> {
     let begun = Instant::now();
     let pod = args.pod.as_deref().unwrap_or_default();
@@ -64,7 +78,11 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
         Ok(images) => {
             let took = begun.elapsed();
             match args.json {
-                true => output::json(&json!({"pod": pod, "images": images, "ms": took.as_millis()}))?,
+                true => output::json(&Printed::Pod(Done {
+                    pod,
+                    images: &images,
+                    ms: text::ms(took),
+                }))?,
                 false => {
                     for (name, image) in &images {
                         line!("{name}: {}", image.display());

@@ -20,13 +20,15 @@ use serde::Serialize;
 use self::daemon::Daemon;
 use crate::args::DoctorArgs;
 use crate::config;
-use crate::output::{self, Tone, line};
+use crate::output::{self, Tone, line, printed};
 use crate::text;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Status {
+    /// In order.
     Ok,
     /// Works, with a limit.
     Warn,
@@ -36,16 +38,27 @@ pub enum Status {
 
 /// One line of the report.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Check {
-    /// What was looked at.
+    /// What was looked at. Several checks may have one name.
     pub name: &'static str,
+    /// How the check ended.
     pub status: Status,
     /// What was found.
     pub found: String,
-    /// What to do about it.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// What to do about it; absent if it is in order.
     pub remedy: Option<String>,
 }
+
+/// The checks of a node.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Checks<'a> {
+    /// One for each line of the report.
+    checks: &'a [Check],
+}
+
+printed! { Checks<'_>: "doctor" }
 
 impl Check {
     fn ok(name: &'static str, found: impl Into<String>) -> Self {
@@ -107,7 +120,7 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
         checks.push(deep::check(socket, &config, inventory.as_ref(), args.json));
     }
     if args.json {
-        output::json(&checks)?;
+        output::json(&Checks { checks: &checks })?;
     } else {
         print(&checks);
     }

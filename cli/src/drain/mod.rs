@@ -4,6 +4,7 @@
 //! (config/kubernetes/agents.yaml) carry them from node to node; pods restore them by their annotation.
 
 mod error;
+mod json;
 mod kubectl;
 mod pods;
 
@@ -15,12 +16,12 @@ use anyhow::Result;
 use firn_config::names;
 use firn_host::ProblemLine;
 use serde::Deserialize;
-use serde_json::json;
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};
 use crate::text::{self, bytes};
 use error::DrainError;
+use json::{Drained, MovedTo, Row};
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
 
@@ -52,6 +53,7 @@ struct Drain {
     from: Agent,
     to: Vec<Agent>,
     timeout: Duration,
+    as_json: bool,
 }
 
 pub fn run(args: &DrainArgs) -> Result<bool> {
@@ -112,24 +114,32 @@ struct Moved {
     took: Duration,
 }
 
+/// A job, and what became of it.
+fn row<'a>(job: &'a Job, outcome: Option<&'a Outcome>) -> Row<'a> {
+    let moved = outcome.and_then(|outcome| outcome.as_ref().ok());
+    let error = outcome.and_then(|outcome| outcome.as_ref().err());
+    Row {
+        job,
+        moved: moved.map(|Moved { pod, node, took }| MovedTo {
+            pod,
+            node,
+            ms: text::ms(*took),
+        }),
+        failure: error.map(|error| ProblemLine(error).to_string()),
+    }
+}
+
 fn report(args: &DrainArgs, jobs: &[Job], outcomes: &[Outcome], failed: usize) {
     if args.json {
-        let rows = jobs.iter().enumerate().map(|(at, job)| {
-            let mut row = json!(job);
-            match outcomes.get(at) {
-                Some(Ok(moved)) => {
-                    row["moved"] = json!({
-                        "pod": moved.pod, "node": moved.node, "ms": moved.took.as_millis(),
-                    });
-                }
-                Some(Err(error)) => row["failure"] = json!(ProblemLine(error).to_string()),
-                None => {}
-            }
-            row
-        });
-        let rows: Vec<_> = rows.collect();
+        let rows = jobs
+            .iter()
+            .enumerate()
+            .map(|(at, job)| row(job, outcomes.get(at)));
         // Writing to memory cannot fail; what standard output does is recorded.
-        let _written = output::json(&json!({"node": args.node, "jobs": rows}));
+        let _written = output::json(&Drained {
+            node: &args.node,
+            jobs: rows.collect(),
+        });
     } else if failed > 0 {
         note!(
             "firn: {failed} of {} not moved; {} stays cordoned",
@@ -177,6 +187,7 @@ impl Drain {
             from,
             to,
             timeout: Duration::from_secs(args.timeout),
+            as_json: args.json,
         })
     }
 
@@ -219,14 +230,19 @@ impl Drain {
     fn move_job(&self, job: &Job) -> Outcome {
         let moved = self.try_move(job);
         match &moved {
-            Ok(moved) => line!(
-                "{}/{}: {} goes on on {}, {:.1} s after the checkpoint",
-                job.namespace,
-                job.pod,
-                moved.pod,
-                moved.node,
-                moved.took.as_secs_f64()
-            ),
+            Ok(Moved { pod, node, took }) => {
+                let shown = format!(
+                    "{}/{}: {pod} goes on on {node}, {:.1} s after the checkpoint",
+                    job.namespace,
+                    job.pod,
+                    took.as_secs_f64()
+                );
+                // Standard output has the object alone.
+                match self.as_json {
+                    true => note!("{shown}"),
+                    false => line!("{shown}"),
+                }
+            }
             Err(error) => note!("{}/{}: {}", job.namespace, job.pod, ProblemLine(error)),
         }
         moved
@@ -266,7 +282,7 @@ impl Drain {
     /// as failed. What it does after its checkpoint is done again: it gets no time to do more.
     fn evict(&self, job: &Job) -> Result<(), DrainError> {
         let Job { namespace, pod, .. } = job;
-        let eviction = json!({
+        let eviction = serde_json::json!({
             "apiVersion": "policy/v1", "kind": "Eviction",
             "metadata": { "name": pod, "namespace": namespace },
             "deleteOptions": { "gracePeriodSeconds": 1, "preconditions": { "uid": job.uid } },

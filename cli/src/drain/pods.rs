@@ -182,21 +182,29 @@ impl Pod {
 
 /// A container with GPUs, and the name that its pod gives its checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Part {
+    /// Name of the container in its pod.
     pub container: String,
+    /// The name of its checkpoint.
     pub checkpoint: String,
 }
 
 /// A pod with GPUs of the node.
 #[derive(Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Job {
+    /// Namespace of the pod.
     pub namespace: String,
+    /// Name of the pod.
     pub pod: String,
     #[serde(skip)]
     pub uid: String,
+    /// Numbers of GPUs, by the names of their resources.
     pub gpus: Gpus,
+    /// Its containers with GPUs.
     pub parts: Vec<Part>,
-    /// Why it cannot be moved.
+    /// Why it cannot be moved. Empty: it can.
     pub obstacles: Vec<String>,
 }
 

@@ -1,13 +1,13 @@
 //! `firn history`: the transactions that have ended on this node.
 
 pub mod args;
+mod json;
 mod otlp;
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use firn_transaction::history::{Entry, Place};
-use serde_json::json;
 
 use self::args::HistoryArgs;
 use crate::output::{self, line};
@@ -21,7 +21,7 @@ pub fn run(args: &HistoryArgs) -> Result<bool> {
     let mut entries = read(&args.dir)?;
     entries.retain(|entry| is_asked_for(args, entry));
     if args.json {
-        output::json(&json!({ "transactions": entries }))?;
+        output::json(&json::History::of(&entries))?;
     } else if entries.is_empty() {
         line!("no such transaction has ended on this node");
     } else {

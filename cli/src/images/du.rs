@@ -6,12 +6,12 @@ use anyhow::Result;
 use firn_config::{Config, Keys};
 use firn_host::ProblemReport;
 use firn_image::store::{Digest, Packing, Store};
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::args::ListArgs;
-use super::find::{self, Checkpoint};
+use super::find::{self, Checkpoint, Kind};
 use crate::image::Sizes;
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, printed};
 use crate::store::usage::Contents;
 use crate::text;
 
@@ -21,6 +21,40 @@ struct Share<'a> {
     /// Bytes that others have as well: of blobs in containerd, and of memory in the store.
     shared: u64,
 }
+
+/// What takes room.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Usage<'a> {
+    /// One for each checkpoint, the oldest first.
+    checkpoints: Vec<Shown<'a>>,
+    /// The sums of their sizes by class.
+    sizes: Sizes,
+    /// The sum of their sizes in bytes.
+    bytes: u64,
+    /// Bytes of blobs in containerd that the sums have more than once.
+    counted_twice: u64,
+}
+
+/// A checkpoint's share.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Shown<'a> {
+    /// The image, or the directory.
+    name: &'a str,
+    /// Namespace of containerd, or of Kubernetes; absent for what is left.
+    namespace: Option<&'a str>,
+    /// Where it is.
+    kind: Kind,
+    /// Its size by class.
+    sizes: Sizes,
+    /// Its size in bytes.
+    bytes: u64,
+    /// Bytes that other checkpoints have as well: blobs in containerd, memory in the store.
+    shared: u64,
+}
+
+printed! { Usage<'_>: "images du" }
 
 /// True: every place could be read.
 pub fn run(args: &ListArgs) -> Result<bool> {
@@ -46,10 +80,12 @@ pub fn run(args: &ListArgs) -> Result<bool> {
         .fold(Sizes::default(), |sum, one| sum.plus(&one.sizes));
     let shared = once(&found, &users);
     match args.common.json {
-        true => output::json(&json!({
-            "checkpoints": all.iter().map(Share::as_json).collect::<Value>(),
-            "sizes": total, "bytes": total.all(), "counted_twice": shared,
-        }))?,
+        true => output::json(&Usage {
+            checkpoints: all.iter().map(Share::shown).collect(),
+            sizes: total,
+            bytes: total.all(),
+            counted_twice: shared,
+        })?,
         false => print(&all, &total, shared),
     }
     Ok(is_whole)
@@ -99,12 +135,22 @@ fn once(found: &[Checkpoint], users: &BTreeMap<&str, u32>) -> u64 {
 }
 
 impl Share<'_> {
-    fn as_json(&self) -> Value {
-        json!({
-            "name": self.checkpoint.name, "namespace": self.checkpoint.namespace,
-            "kind": self.checkpoint.kind, "sizes": self.checkpoint.sizes,
-            "bytes": self.checkpoint.sizes.all(), "shared": self.shared,
-        })
+    fn shown(&self) -> Shown<'_> {
+        let Checkpoint {
+            name,
+            namespace,
+            kind,
+            sizes,
+            ..
+        } = self.checkpoint;
+        Shown {
+            name,
+            namespace: text::some(namespace),
+            kind: *kind,
+            sizes: *sizes,
+            bytes: sizes.all(),
+            shared: self.shared,
+        }
     }
 }
 

@@ -6,9 +6,10 @@ use std::time::UNIX_EPOCH;
 
 use anyhow::{Context, Result};
 use firn_config::{Config, Keys, names};
+use firn_gpu::GpuUuid;
 use firn_host::ProblemReport;
 use firn_image::manifest::Manifest;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::args::Common;
 use crate::containerd::{CallError, Containerd, Image, block_on};
@@ -21,12 +22,13 @@ use crate::text;
 use crate::view::holds_image;
 
 /// Where a checkpoint is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Kind {
-    /// In containerd.
+    /// An image of containerd.
     Image,
-    /// Below `[restore] from-dir`.
+    /// A directory below `[restore] from-dir`.
     Directory,
     /// A name in the store.
     Store,
@@ -54,17 +56,59 @@ pub struct Checkpoint {
     pub blobs: Vec<Part>,
 }
 
+/// A checkpoint.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Shown<'a> {
+    /// The image, or the directory.
+    name: &'a str,
+    /// Where it is.
+    kind: Kind,
+    /// Namespace of containerd, or of Kubernetes for a directory and a name in the store; absent for what is
+    /// left.
+    namespace: Option<&'a str>,
+    /// Id of the container; absent if it is not known.
+    container: Option<&'a str>,
+    /// Name of the image that the container began with; absent if it is not known.
+    image: Option<&'a str>,
+    /// When it was made, UTC; absent if it is not known.
+    #[cfg_attr(test, schemars(extend("format" = "date-time")))]
+    time: Option<String>,
+    /// The same in seconds since 1970.
+    made: Option<u64>,
+    /// Name of the node that it was made on; absent if it is not known.
+    host: Option<&'a str>,
+    /// The command of the container's first process; absent if it is not known.
+    command: Option<&'a str>,
+    /// UUIDs of the GPUs whose state it holds; absent if it has no manifest.
+    gpus: Option<Vec<&'a GpuUuid>>,
+    /// Its size by class.
+    sizes: Sizes,
+    /// Its size in bytes.
+    bytes: u64,
+    /// Why its manifest cannot be read; absent if it can be read, or if there is none.
+    failure: Option<&'a ProblemReport>,
+}
+
 impl Checkpoint {
-    pub fn as_json(&self) -> Value {
+    pub fn shown(&self) -> Shown<'_> {
         let manifest = self.manifest.as_ref();
         let origin = manifest.and_then(|manifest| manifest.origin.as_ref());
-        let gpus = manifest.map(|manifest| manifest.gpus.iter().map(|gpu| &gpu.uuid).collect::<Vec<_>>());
-        json!({
-            "name": self.name, "kind": self.kind, "namespace": self.namespace,
-            "container": self.container, "image": self.base, "made": self.made, "time": text::utc(self.made),
-            "host": origin.map(|origin| &origin.host), "command": origin.map(|origin| &origin.command),
-            "gpus": gpus, "sizes": self.sizes, "bytes": self.sizes.all(), "failure": self.failure,
-        })
+        Shown {
+            name: &self.name,
+            kind: self.kind,
+            namespace: text::some(&self.namespace),
+            container: self.container.as_deref(),
+            image: self.base.as_deref().and_then(text::some),
+            time: text::utc(self.made),
+            made: Some(self.made).filter(|made| *made > 0),
+            host: origin.and_then(|origin| text::some(&origin.host)),
+            command: origin.and_then(|origin| text::some(&origin.command)),
+            gpus: manifest.map(|manifest| manifest.gpus.iter().map(|gpu| &gpu.uuid).collect()),
+            sizes: self.sizes,
+            bytes: self.sizes.all(),
+            failure: self.failure.as_ref(),
+        }
     }
 
     fn new(kind: Kind, name: String, namespace: &str, read: Result<Option<Manifest>, ProblemReport>) -> Self {

@@ -6,11 +6,21 @@ mod find;
 mod prune;
 
 use anyhow::Result;
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use args::{ImagesCommand, ListArgs};
 use find::Checkpoint;
+
+/// The checkpoints on this node.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Checkpoints<'a> {
+    /// One for each, the oldest first.
+    checkpoints: Vec<find::Shown<'a>>,
+}
+
+printed! { Checkpoints<'_>: "images ls" }
 
 /// True: done.
 pub fn run(command: &ImagesCommand) -> Result<bool> {
@@ -25,8 +35,9 @@ pub fn run(command: &ImagesCommand) -> Result<bool> {
 fn ls(args: &ListArgs) -> Result<bool> {
     let (found, is_whole) = find::find(&args.common)?;
     if args.common.json {
-        let all: Value = found.iter().map(Checkpoint::as_json).collect();
-        output::json(&json!({ "checkpoints": all }))?;
+        output::json(&Checkpoints {
+            checkpoints: found.iter().map(Checkpoint::shown).collect(),
+        })?;
         return Ok(is_whole);
     }
     if found.is_empty() {

@@ -13,13 +13,13 @@ use firn_host::{Problem, ProblemReport, UnlessAbsent, clock};
 use firn_image::manifest::is_of_image;
 use firn_image::store::{Packing, Store};
 use firn_transaction::journal::Record;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::args::{Common, PruneArgs};
 use super::find::{self, Checkpoint, Kind};
 use crate::containerd::{Containerd, block_on, bundles};
 use crate::oci_image::ImageError;
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, printed};
 use crate::text;
 
 /// Why a checkpoint stays.
@@ -58,6 +58,32 @@ enum PruneError {
     #[error(transparent)]
     Call(#[from] ImageError),
 }
+
+/// What was removed.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Pruned<'a> {
+    /// Whether nothing was removed: --dry-run.
+    dry_run: bool,
+    /// The checkpoints that were removed, or would be.
+    removed: Vec<find::Shown<'a>>,
+    /// Those that were kept although they are old enough, or could not be removed.
+    kept: Vec<Kept<'a>>,
+    /// The size of those that were removed, in bytes.
+    bytes: u64,
+}
+
+/// A checkpoint that was kept.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Kept<'a> {
+    /// The image, or the directory.
+    name: &'a str,
+    /// Why it was kept.
+    failure: &'a ProblemReport,
+}
+
+printed! { Pruned<'_>: "images prune" }
 
 /// True: all that was wanted is removed, or would be.
 pub fn run(args: &PruneArgs) -> Result<bool> {
@@ -288,13 +314,16 @@ fn empty(dir: &Path) -> io::Result<()> {
 fn print(args: &PruneArgs, done: &[&Checkpoint], kept: &[(&Checkpoint, ProblemReport)]) -> Result<()> {
     let bytes: u64 = done.iter().map(|one| one.sizes.all()).sum();
     if args.common.json {
-        let kept = kept
-            .iter()
-            .map(|(one, failure)| json!({"name": one.name, "failure": failure}));
-        let removed: Value = done.iter().map(|one| one.as_json()).collect();
-        return output::json(&json!({
-            "dry_run": args.dry_run, "removed": removed, "kept": kept.collect::<Value>(), "bytes": bytes,
-        }));
+        let kept = kept.iter().map(|(one, failure)| Kept {
+            name: &one.name,
+            failure,
+        });
+        return output::json(&Pruned {
+            dry_run: args.dry_run,
+            removed: done.iter().map(|one| one.shown()).collect(),
+            kept: kept.collect(),
+            bytes,
+        });
     }
     let does = if args.dry_run { "removes" } else { "removed" };
     for one in done {

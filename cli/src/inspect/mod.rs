@@ -1,11 +1,11 @@
 //! `firn inspect`: what a checkpoint holds and whether it is whole.
 
+mod json;
 mod processes;
 
 use anyhow::Result;
 use firn_host::ProblemReport;
 use firn_image::manifest::{Manifest, Origin, StoredMemory};
-use serde_json::{Value, json};
 
 use crate::args::InspectArgs;
 use crate::image::{Found, Sizes};
@@ -18,7 +18,10 @@ use processes::Tree;
 /// True: the checkpoint is whole.
 pub fn run(args: &InspectArgs) -> Result<bool> {
     let place = match Subject::of(&args.subject) {
-        Subject::Container(_) => return ps::inspect(&args.subject, args.json),
+        Subject::Container(_) => {
+            let json: ps::Json = |found| output::json(&json::Printed::Container(found));
+            return ps::inspect(&args.subject, args.json.then_some(json));
+        }
         Subject::Checkpoint(place) => place,
     };
     let view = View::open(&place, &args.subject)?;
@@ -33,11 +36,16 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
     };
     let sizes = Sizes::of(&found, view.written);
     match args.json {
-        true => output::json(&json!({
-            "what": view.what, "manifest": found.manifest, "images": found.images, "sizes": sizes,
-            "image": image_name(&view, &found), "unread": view.unread(), "failure": failure,
-            "processes": tree.as_ref().map_or(Value::Null, Tree::as_json),
-        }))?,
+        true => output::json(&json::Printed::Checkpoint(Box::new(json::Checkpoint {
+            what: &view.what,
+            manifest: found.manifest.as_ref().map(json::Shown::of),
+            images: &found.images,
+            sizes,
+            image: image_name(&view, &found),
+            unread: view.unread(),
+            failure: failure.as_ref(),
+            processes: tree.as_ref().map(Tree::shown),
+        })))?,
         false => show(&view, &found, &sizes, (tree, failure.as_ref()), args.verbose),
     }
     Ok(failure.is_none())

@@ -6,7 +6,7 @@ use std::path::Path;
 use firn_host::ProblemReport;
 use firn_image::criu::{self, Process};
 use firn_image::manifest::Manifest;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::output::line;
 
@@ -20,6 +20,24 @@ pub struct Tree {
     gpu: Vec<u32>,
 }
 
+/// A process of a checkpoint.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Shown<'a> {
+    /// Its pid in the container.
+    pid: u32,
+    /// Pid of its parent in the container; 0 if that is not in the checkpoint.
+    parent: u32,
+    /// Number of its threads.
+    threads: usize,
+    /// Its name.
+    comm: &'a str,
+    /// Whether it had ended, and its parent had not yet asked for its status.
+    ended: bool,
+    /// Whether the checkpoint holds GPU state of it.
+    gpu: bool,
+}
+
 impl Tree {
     pub fn read(dir: &Path, manifest: Option<&Manifest>) -> Result<Self, ProblemReport> {
         let processes = manifest.iter().flat_map(|manifest| &manifest.processes);
@@ -30,14 +48,17 @@ impl Tree {
         })
     }
 
-    pub fn as_json(&self) -> Value {
-        let one = |process: &Process| {
-            json!({
-                "pid": process.pid, "parent": process.parent, "threads": process.threads,
-                "comm": process.comm, "ended": process.ended, "gpu": self.gpu.contains(&process.pid),
-            })
-        };
-        self.all.iter().map(one).collect()
+    pub fn shown(&self) -> Vec<Shown<'_>> {
+        let all = self.all.iter();
+        all.map(|process| Shown {
+            pid: process.pid,
+            parent: process.parent,
+            threads: process.threads,
+            comm: &process.comm,
+            ended: process.ended,
+            gpu: self.gpu.contains(&process.pid),
+        })
+        .collect()
     }
 
     pub fn print(&self) {

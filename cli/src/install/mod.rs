@@ -23,15 +23,20 @@ use self::args::{InstallArgs, PACKAGED, Place, UninstallArgs};
 use self::error::InstallError;
 use self::handler::Configuration;
 use self::programs::Release;
-use crate::output::{self, line, note};
+use crate::output::{self, line, note, printed};
 
 /// What became of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum Change {
+    /// It was not there.
     Added,
+    /// It was another one.
     Replaced,
+    /// It is as it was.
     Unchanged,
+    /// It is gone.
     Removed,
 }
 
@@ -48,22 +53,30 @@ impl Change {
 
 /// A file, and what became of it.
 #[derive(Debug, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Done {
+    /// Its path on the node.
     pub path: PathBuf,
+    /// What became of it, or would with --dry-run.
     pub change: Change,
 }
 
 /// What was done on the node.
 #[derive(Debug, Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Report {
+    /// firn's programs. Empty for a package, whose programs are the package manager's.
     programs: Vec<Done>,
-    /// The file of containerd's configuration that has the runtime handler.
+    /// The file of containerd's configuration that has the runtime handler; absent if containerd's
+    /// configuration is not changed.
     handler: Option<Done>,
     /// Whether containerd was restarted.
     restarted: bool,
     /// Whether it has to be, for its configuration to be in force.
     restart: bool,
 }
+
+printed! { Report: "install", "uninstall" }
 
 pub fn install(args: &InstallArgs) -> Result<bool> {
     show(&args.place, installed(args, &own()?))

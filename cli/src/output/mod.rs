@@ -2,6 +2,9 @@
 //!
 //! It is no failure if the reader ends early (`firn inspect DIR | head`). Any other failure to write is one.
 
+mod json;
+#[cfg(test)]
+pub mod schema;
 mod table;
 mod terminal;
 
@@ -9,9 +12,10 @@ use std::fmt;
 use std::io::{self, ErrorKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use firn_config::text::{one_line, printable_json, write_line};
-use serde::Serialize;
+use firn_config::text::{one_line, write_line};
 
+pub(crate) use json::printed;
+pub use json::{Printed, failed, json, json_line};
 pub use table::table;
 pub use terminal::Tone;
 
@@ -79,23 +83,6 @@ pub fn toned(tone: Option<(Tone, &str)>, text: &str) {
 pub fn print_err(text: fmt::Arguments<'_>) {
     // A failure of standard error cannot be reported.
     let _lost = write_line(io::stderr().lock(), text);
-}
-
-/// Prints a value as JSON.
-pub fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    let text = printable_json(&serde_json::to_string_pretty(value)?) + "\n";
-    raw(&text);
-    Ok(())
-}
-
-/// Reports why a command has failed, as JSON on standard output or for a person. Returns the command's
-/// result.
-pub fn failed(as_json: bool, message: impl fmt::Display) -> anyhow::Result<bool> {
-    match as_json {
-        true => json(&serde_json::json!({"failure": message.to_string()}))?,
-        false => note!("firn: {message}"),
-    }
-    Ok(false)
 }
 
 /// Prints text of firn itself.

@@ -10,10 +10,10 @@ use firn_host::{UnlessAbsent, procfs};
 use firn_oci::Spec;
 use firn_transaction::cgroup::{Cgroup, FreezerState};
 use firn_transaction::lease::Lease;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::args::Where;
-use super::transaction::{State, Transaction};
+use super::transaction::{self, State, Transaction};
 use crate::containerd::{BUNDLES, bundles_called};
 use crate::install::running;
 use crate::text;
@@ -40,11 +40,40 @@ pub struct Container {
     pub gpu_memory: Option<u64>,
 }
 
-/// A GPU by its index, as nvidia-smi counts, and its UUID.
-#[derive(Clone, serde::Serialize)]
+/// A GPU of a container.
+#[derive(Clone, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Gpu {
+    /// Its index, as nvidia-smi counts.
     pub index: usize,
+    /// Its UUID, `GPU-...`.
     pub uuid: String,
+}
+
+/// A container.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Shown<'a> {
+    /// Id of the container.
+    container: &'a str,
+    /// containerd's namespace of the container; `firn-runc` for a container of firn-runc.
+    namespace: &'a str,
+    /// `created`, `running`, `paused`, `parked` (its GPUs are free), the operation that is in progress
+    /// (`checkpoint`, `restore`, `pause`, `resume`, `move`), `suspended` (it waits for a resume) or `killed`
+    /// (its shim was killed in a transaction).
+    state: &'a str,
+    /// Pid of its first process on the node; absent if that does not run.
+    pid: Option<i32>,
+    /// Its GPUs; empty if it has none, or if the driver does not report them.
+    gpus: &'a [Gpu],
+    /// Bytes of GPU memory that it uses, or had when its GPU state was copied; absent if it is not known.
+    gpu_memory: Option<u64>,
+    /// What is in progress, or was when its shim was killed; absent if there is nothing.
+    transaction: Option<transaction::Shown<'a>>,
+    /// Why it is suspended, or killed; absent otherwise.
+    reason: Option<String>,
+    /// The command that lets it go on; absent if it runs, or if something is in progress.
+    resume: Option<String>,
 }
 
 /// All of them, or those that a user calls so.
@@ -210,13 +239,18 @@ impl Container {
         }
     }
 
-    pub fn as_json(&self) -> Value {
-        json!({
-            "container": self.id, "namespace": self.namespace, "state": self.state, "pid": self.init,
-            "gpus": self.gpus, "gpu_memory": self.gpu_memory(),
-            "transaction": self.transaction.as_ref().map(Transaction::as_json),
-            "reason": self.reason(), "resume": self.resume(),
-        })
+    pub fn shown(&self) -> Shown<'_> {
+        Shown {
+            container: &self.id,
+            namespace: &self.namespace,
+            state: self.state,
+            pid: self.init,
+            gpus: &self.gpus,
+            gpu_memory: self.gpu_memory(),
+            transaction: self.transaction.as_ref().map(Transaction::shown),
+            reason: self.reason(),
+            resume: self.resume(),
+        }
     }
 }
 

@@ -10,9 +10,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use serde_json::json;
+use serde::Serialize;
 
-use crate::output::{self, line, note, verbatim};
+use crate::output::{self, line, note, printed};
 use crate::text;
 use crate::view::args::SubjectArgs;
 use args::{PsArgs, StatusArgs, Where};
@@ -26,17 +26,33 @@ const EVERY: Duration = Duration::from_secs(1);
 /// Moves a terminal's cursor to the top and clears what is below.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
+/// Containers under firn.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Containers<'a> {
+    /// One for each, in the order of namespaces and ids.
+    containers: Vec<container::Shown<'a>>,
+}
+
+printed! { Containers<'_>: "ps", "status" }
+
+impl<'a> Containers<'a> {
+    fn of(all: &'a [Container]) -> Self {
+        Self {
+            containers: all.iter().map(Container::shown).collect(),
+        }
+    }
+}
+
 /// True: done.
 pub fn run(args: &PsArgs) -> Result<bool> {
     let mut gpus = Gpus::default();
     loop {
         let mut containers = container::find(&args.at, None)?;
         gpus.show(&mut containers);
-        let all: Vec<_> = containers.iter().map(Container::as_json).collect();
-        let found = json!({ "containers": all });
         match (args.json, args.watch) {
-            (true, true) => verbatim!("{found}"),
-            (true, false) => output::json(&found)?,
+            (true, true) => output::json_line(&Containers::of(&containers))?,
+            (true, false) => output::json(&Containers::of(&containers))?,
             (false, watch) => {
                 if watch && std::io::stdout().is_terminal() {
                     output::raw(CLEAR);
@@ -146,19 +162,26 @@ fn copied(transaction: &Transaction) -> Option<String> {
 
 /// True: done.
 pub fn status(args: &StatusArgs) -> Result<bool> {
-    show(&args.id, &args.at, args.json)
+    show(
+        &args.id,
+        &args.at,
+        args.json.then_some(|found| output::json(found)),
+    )
 }
 
+/// Prints containers as JSON.
+pub type Json = fn(&Containers<'_>) -> Result<()>;
+
 /// Shows the container that a subject names, as `firn status` does. True: done.
-pub fn inspect(subject: &SubjectArgs, as_json: bool) -> Result<bool> {
+pub fn inspect(subject: &SubjectArgs, json: Option<Json>) -> Result<bool> {
     let at = Where {
         namespace: Some(subject.containerd.namespace.clone()),
         state: subject.state.clone(),
     };
-    show(&subject.subject, &at, as_json)
+    show(&subject.subject, &at, json)
 }
 
-fn show(id: &str, at: &Where, as_json: bool) -> Result<bool> {
+fn show(id: &str, at: &Where, json: Option<Json>) -> Result<bool> {
     let mut found = container::find(at, Some(id))?;
     if found.is_empty() {
         let state = at.state.display();
@@ -169,9 +192,8 @@ fn show(id: &str, at: &Where, as_json: bool) -> Result<bool> {
     }
     let mut gpus = Gpus::default();
     gpus.show(&mut found);
-    if as_json {
-        let all: Vec<_> = found.iter().map(Container::as_json).collect();
-        output::json(&json!({ "containers": all }))?;
+    if let Some(print) = json {
+        print(&Containers::of(&found))?;
         return Ok(true);
     }
     for container in &found {

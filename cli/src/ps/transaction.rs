@@ -11,8 +11,9 @@ use firn_image::memory::progress::Progress;
 use firn_transaction::journal::{Outcome, Record};
 use firn_transaction::phase::Phase;
 use firn_transaction::timings;
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+
+use crate::text;
 
 /// Programs that own transactions, as the kernel has their names.
 const OWNERS: [&str; 2] = ["containerd-shim", "firn-runc"];
@@ -27,13 +28,45 @@ pub struct Transaction {
 }
 
 /// What its journal shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 pub enum State {
+    /// It is in progress.
     Running,
     /// The container is frozen, and a resume tries again.
     Suspended,
     /// The shim is gone, and containerd cleans up.
     Killed,
+}
+
+/// A transaction.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct Shown<'a> {
+    /// `checkpoint`, `restore`, `pause`, `resume` or `move`.
+    operation: &'a str,
+    /// The phase that it is in.
+    phase: &'a str,
+    /// Whether it goes on.
+    state: State,
+    /// How long it lasts, in milliseconds.
+    ms: u64,
+    /// How long this phase lasts, in milliseconds.
+    phase_ms: u64,
+    /// Bytes that are copied; absent while nothing is copied.
+    copied: Option<u64>,
+    /// Bytes that are to be copied; absent while nothing is copied.
+    of: Option<u64>,
+    /// Bytes copied in a second; absent while nothing is copied, or too little for a rate.
+    per_s: Option<u64>,
+    /// Seconds that are left, by the rate of the copy or by the container's last transaction of the kind;
+    /// absent if neither is known.
+    left_s: Option<u64>,
+    /// The image directory of the checkpoint; absent for an operation without one.
+    image: Option<&'a Path>,
+    /// Why the container is suspended; absent otherwise.
+    reason: Option<&'a str>,
 }
 
 /// The timings of the last transaction, as far as they are used.
@@ -119,20 +152,21 @@ impl Transaction {
         (!memory.is_empty()).then(|| memory.values().copied().fold(0, u64::saturating_add))
     }
 
-    pub fn as_json(&self) -> Value {
-        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        let state = match self.state() {
-            State::Running => "running",
-            State::Suspended => "suspended",
-            State::Killed => "killed",
-        };
-        json!({
-            "operation": self.operation(), "phase": self.phase(), "state": state,
-            "ms": ms(self.elapsed()), "phase_ms": ms(self.in_phase()),
-            "copied": self.copied().map(|(done, _)| done), "of": self.copied().map(|(_, all)| all),
-            "per_s": self.rate(), "left_s": self.left().map(|left| left.as_secs()),
-            "image": self.record.begin.image, "reason": self.record.reason,
-        })
+    pub fn shown(&self) -> Shown<'_> {
+        let (copied, of) = self.copied().unzip();
+        Shown {
+            operation: self.operation(),
+            phase: self.phase(),
+            state: self.state(),
+            ms: text::ms(self.elapsed()),
+            phase_ms: text::ms(self.in_phase()),
+            copied,
+            of,
+            per_s: self.rate(),
+            left_s: self.left().map(|left| left.as_secs()),
+            image: Some(&*self.record.begin.image).filter(|image| !image.as_os_str().is_empty()),
+            reason: self.record.reason.as_deref(),
+        }
     }
 }
 

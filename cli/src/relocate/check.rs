@@ -1,22 +1,12 @@
 //! What is known before the container stands still: whether the other node can take it.
 
 use firn_config::{Config, Keys};
-use firn_gpu::{Gpu, Inventory};
+use firn_gpu::Gpu;
 use firn_oci::Spec;
 use firn_remap::Grant;
-use serde::Deserialize;
 
 use crate::program;
-
-/// What `firn restore --check` prints on the other node.
-#[derive(Deserialize)]
-pub struct Node {
-    pub version: String,
-    /// Whether there is a container or a snapshot of the name.
-    pub exists: bool,
-    pub has_image: bool,
-    pub inventory: Option<Inventory>,
-}
+use crate::restore::check::Node;
 
 /// The GPUs that the container has here, with the driver's version; none if it has none. Runs firn-gpu: not
 /// to be called by a future.

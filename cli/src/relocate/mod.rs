@@ -20,21 +20,48 @@ use std::time::Instant;
 
 use anyhow::Result;
 use firn_gpu::Gpu;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Interrupts, Source, SourceFound};
 use crate::containerd::{CallError, Containerd, Snapshot, block_on};
 use crate::oci_image::{self, BaseImage, Blob, Index, Layout, Part, media};
-use crate::output::{self, line, note};
-use crate::steps::Steps;
+use crate::output::{self, line, note, printed};
+use crate::restore::check::Node;
+use crate::steps::{Step, Steps};
 use crate::text;
-use check::Node;
 use error::MoveError;
 use ssh::Remote;
 
 /// The other node has failed to restore the container and to end what it began.
 const LEFT: &str = "FIRN-RESTORE-LEFT";
+
+/// What was moved, or would be.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Done<'a> {
+    /// Id of the container on this node.
+    container: &'a str,
+    /// containerd's namespace of the container, on both nodes.
+    namespace: &'a str,
+    /// The other node, as the command line names it.
+    to: &'a str,
+    /// Id of the container on the other node.
+    name: &'a str,
+    /// Pid of its first process on the other node; absent with --dry-run.
+    pid: Option<u64>,
+    /// Bytes that were sent.
+    bytes: u64,
+    /// How long the command took, in milliseconds.
+    ms: u64,
+    /// Whether only both nodes were checked: --dry-run.
+    dry_run: bool,
+    /// The phases that have ended, in their order.
+    phases: Vec<Step<'a>>,
+}
+
+printed! { Done<'_>: "move" }
 
 /// True: done.
 pub fn run(args: &MoveArgs) -> Result<bool> {
@@ -61,11 +88,17 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
 fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {
     let (name, target, took) = (args.name(), &args.target, begun.elapsed());
     if args.json {
-        return output::json(&json!({
-            "container": args.container, "namespace": args.containerd.namespace, "to": target, "name": name,
-            "pid": answer["pid"], "bytes": bytes, "ms": took.as_millis(), "dry_run": args.dry_run,
-            "phases": steps.as_json(),
-        }));
+        return output::json(&Done {
+            container: &args.container,
+            namespace: &args.containerd.namespace,
+            to: target,
+            name,
+            pid: answer["pid"].as_u64(),
+            bytes,
+            ms: text::ms(took),
+            dry_run: args.dry_run,
+            phases: steps.ended(),
+        });
     }
     match args.dry_run {
         true => line!("nothing is in the way on {target}"),
@@ -302,6 +335,7 @@ async fn ended(source: &Source, steps: &mut Steps) -> Result<(), MoveError> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use serde_json::json;
 
     use super::*;
     use crate::args::{Args, Command};

@@ -1,15 +1,29 @@
 //! What `firn move` on another node has to know of this one before it begins.
 
 use firn_config::{Config, Keys};
-use serde_json::json;
+use firn_gpu::Inventory;
+use serde::{Deserialize, Serialize};
 
 use super::error::RestoreError;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Containerd, Snapshot, block_on};
-use crate::{output, program};
+use crate::output::{self, Printed};
+use crate::program;
 
 /// containerd's usual snapshotter: that of a container that is not there is not known.
 const SNAPSHOTTER: &str = "overlayfs";
+
+/// What is known of this node. The firn that reads it is of the same release: it has no schema.
+#[derive(Serialize, Deserialize)]
+pub struct Node {
+    pub version: String,
+    /// Whether there is a container or a snapshot of the name.
+    pub exists: bool,
+    pub has_image: bool,
+    pub inventory: Option<Inventory>,
+}
+
+impl Printed for Node {}
 
 /// Prints it.
 pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
@@ -18,10 +32,12 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
         .and_then(|config| program::inventory(&config).ok());
     match block_on(look(args, image))? {
         Ok((exists, has_image)) => {
-            output::json(&json!({
-                "version": env!("CARGO_PKG_VERSION"), "exists": exists, "has_image": has_image,
-                "inventory": inventory,
-            }))?;
+            output::json(&Node {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                exists,
+                has_image,
+                inventory,
+            })?;
             Ok(true)
         }
         Err(error) => output::failed(true, error.shown()),

@@ -1,6 +1,6 @@
 //! `firn restore`: a container from an image, a tar file or an image directory.
 
-mod check;
+pub mod check;
 mod copy;
 pub mod dir;
 mod error;
@@ -14,13 +14,14 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Result;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::place::Place;
-use crate::steps::Steps;
+use crate::steps::{Step, Steps};
+use crate::text;
 use error::RestoreError;
 
 /// The argument that names standard input.
@@ -47,7 +48,47 @@ impl Restored {
     }
 }
 
-/// True: done.
+/// What was restored, or would be.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Done<'a> {
+    /// Id of the container.
+    container: &'a str,
+    /// containerd's namespace of the container.
+    namespace: &'a str,
+    /// The image, tar file or `-` that the checkpoint was read from; absent for an image directory.
+    image: Option<&'a str>,
+    /// The directory of CRIU's files; absent for images and tar files.
+    dir: Option<PathBuf>,
+    /// Pid of the container's first process on the node; absent with --dry-run.
+    pid: Option<u32>,
+    /// How long the command took, in milliseconds.
+    ms: u64,
+    /// With --dry-run: the GPUs of the source, and those that would take their place. Empty otherwise, and
+    /// for a checkpoint without GPUs.
+    map: Vec<Pair<'a>>,
+    /// Bytes of the checkpoint that were read; absent for an image directory.
+    bytes: Option<u64>,
+    /// Whether nothing was restored: --dry-run.
+    dry_run: bool,
+    /// The phases that have ended, in their order; absent for an image directory.
+    phases: Option<Vec<Step<'a>>>,
+}
+
+/// A GPU, and the one in its place.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Pair<'a> {
+    /// UUID of the GPU that the source had.
+    old: &'a str,
+    /// UUID of the GPU that the container gets.
+    new: &'a str,
+}
+
+printed! { Done<'_>: "restore" }
+
+/// True: done. An error of a restore from a stream is one before anything was begun: `firn move` on the other
+/// node, which reads it, lets its container go on.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     if let Some(image) = &args.check {
         return check::run(args, image);
@@ -67,9 +108,8 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     };
     match done {
         Ok((restored, dir)) => {
-            let ms = u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX);
             match args.json {
-                true => output::json(&as_json(args, &restored, dir, ms, &steps))?,
+                true => output::json(&described(args, &restored, dir, begun, &steps))?,
                 false => print(&restored, begun),
             }
             Ok(true)
@@ -103,20 +143,27 @@ fn into_known(
     })
 }
 
-fn as_json(args: &RestoreArgs, restored: &Restored, dir: Option<PathBuf>, ms: u64, steps: &Steps) -> Value {
-    let (id, namespace, pid) = (&restored.id, &args.containerd.namespace, restored.pid);
-    let pair = |(old, new): &(String, String)| json!({"old": old, "new": new});
-    let map: Vec<Value> = restored.map.iter().map(pair).collect();
-    if let Some(dir) = dir {
-        return json!({
-            "container": id, "namespace": namespace, "dir": dir, "pid": pid, "ms": ms, "map": map,
-            "dry_run": args.dry_run,
-        });
+fn described<'a>(
+    args: &'a RestoreArgs,
+    restored: &'a Restored,
+    dir: Option<PathBuf>,
+    begun: Instant,
+    steps: &'a Steps,
+) -> Done<'a> {
+    let is_known = dir.is_some();
+    let pair = |(old, new): &'a (String, String)| Pair { old, new };
+    Done {
+        container: &restored.id,
+        namespace: &args.containerd.namespace,
+        image: (!is_known).then_some(&args.from),
+        dir,
+        pid: restored.pid,
+        ms: text::ms(begun.elapsed()),
+        map: restored.map.iter().map(pair).collect(),
+        bytes: (!is_known).then_some(restored.bytes),
+        dry_run: args.dry_run,
+        phases: (!is_known).then(|| steps.ended()),
     }
-    json!({
-        "container": id, "namespace": namespace, "image": args.from, "pid": pid, "ms": ms, "map": map,
-        "bytes": restored.bytes, "dry_run": args.dry_run, "phases": steps.as_json(),
-    })
 }
 
 fn print(restored: &Restored, begun: Instant) {

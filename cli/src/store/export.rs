@@ -1,14 +1,39 @@
 //! `firn store export` and `import`: an image directory that needs no store, and one whose memory is in it.
 
+use std::path::Path;
+
 use anyhow::Result;
+use firn_image::manifest::StoredMemory;
 use firn_image::memory;
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::{ExportArgs, ImportArgs};
 use super::progress::Progress;
 use super::{cap, made, named, short, shown};
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
+
+/// An image directory that needs no store.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Exported<'a> {
+    /// The image directory that was written.
+    dir: &'a Path,
+    /// Bytes of memory that came from the store.
+    memory: u64,
+}
+
+/// An image directory whose memory is in a store.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Imported<'a> {
+    /// The image directory that was written.
+    dir: &'a Path,
+    /// What is in the store.
+    memory: &'a StoredMemory,
+}
+
+printed! { Exported<'_>: "store export"; Imported<'_>: "store import" }
 
 /// True: it is written.
 pub fn run(args: &ExportArgs) -> Result<bool> {
@@ -16,7 +41,10 @@ pub fn run(args: &ExportArgs) -> Result<bool> {
     let from = (Some(store.place.directory()?), store.key);
     let memory = shown(memory::export(&args.dir, from, &args.out, counted("exported")))?;
     match args.common.json {
-        true => output::json(&json!({"dir": args.out, "memory": memory}))?,
+        true => output::json(&Exported {
+            dir: &args.out,
+            memory,
+        })?,
         false => line!("{} has the memory, {}", args.out.display(), text::bytes(memory)),
     }
     Ok(true)
@@ -30,7 +58,10 @@ pub fn import(args: &ImportArgs) -> Result<bool> {
     let to = (|| made(&path, &packing), cap(&args.common)?);
     let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
     match args.common.json {
-        true => output::json(&json!({"dir": args.out, "memory": memory}))?,
+        true => output::json(&Imported {
+            dir: &args.out,
+            memory: &memory,
+        })?,
         false => line!(
             "{} has {} in the store as {}: {} written, {} were there",
             args.out.display(),

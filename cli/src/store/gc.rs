@@ -8,13 +8,13 @@ use firn_config::{Config, Keys, names};
 use firn_host::ProblemReport;
 use firn_host::mountinfo::{MountEntry, mounted};
 use firn_image::store::{Digest, Index, Store, StoreError};
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::GcArgs;
 use super::usage::kept;
 use super::{keep, open, short, shown};
 use crate::containerd::block_on;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::{leftovers, text};
 
 /// What is done with the indexes, and with the extents that none of the kept ones names.
@@ -25,6 +25,24 @@ struct Plan {
     extents: BTreeMap<Digest, u64>,
     unfinished: u64,
 }
+
+/// What was removed.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Cleaned<'a> {
+    /// Whether nothing was removed: --dry-run.
+    dry_run: bool,
+    /// Why a checkpoint's memory was kept, by its id in the store.
+    kept: &'a BTreeMap<Digest, String>,
+    /// Ids of the checkpoints whose memory was removed, or would be.
+    removed: Vec<&'a Digest>,
+    /// Number of extents that were removed.
+    extents: usize,
+    /// Bytes that were removed, with what was not finished.
+    bytes: u64,
+}
+
+printed! { Cleaned<'_>: "store gc" }
 
 /// What decides in addition to the store.
 struct Facts {
@@ -62,7 +80,7 @@ pub fn run(args: &GcArgs) -> Result<bool> {
         }
     };
     match args.common.json {
-        true => output::json(&plan.as_json(args.dry_run))?,
+        true => output::json(&plan.cleaned(args.dry_run))?,
         false => plan.print(args.dry_run),
     }
     Ok(true)
@@ -165,11 +183,14 @@ impl Plan {
         self.extents.values().sum::<u64>() + self.unfinished
     }
 
-    fn as_json(&self, is_dry: bool) -> serde_json::Value {
-        json!({
-            "dry_run": is_dry, "kept": self.kept, "removed": self.removed.keys().collect::<Vec<_>>(),
-            "extents": self.extents.len(), "bytes": self.bytes(),
-        })
+    fn cleaned(&self, dry_run: bool) -> Cleaned<'_> {
+        Cleaned {
+            dry_run,
+            kept: &self.kept,
+            removed: self.removed.keys().collect(),
+            extents: self.extents.len(),
+            bytes: self.bytes(),
+        }
     }
 
     fn print(&self, is_dry: bool) {

@@ -1,13 +1,70 @@
 //! `firn store ls`.
 
+use std::path::Path;
+
 use anyhow::Result;
-use serde_json::json;
+use firn_host::ProblemReport;
+use firn_image::store::Digest;
+use serde::Serialize;
 
 use super::args::LsArgs;
 use super::short;
 use super::usage::{Contents, Image};
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
+
+/// The checkpoints in a store.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Listed<'a> {
+    /// The store's directory or URL.
+    store: String,
+    /// Id of the store.
+    id: &'a str,
+    /// One for each, in the order of the ids.
+    images: Vec<Shown<'a>>,
+}
+
+/// A checkpoint in a store.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Shown<'a> {
+    /// Its id in the store: the digest of its index.
+    id: Digest,
+    /// Random id of the checkpoint, as in its manifest; absent if the index is damaged or has none.
+    checkpoint: Option<&'a str>,
+    /// Id of the container; absent if the index is damaged.
+    container: Option<&'a str>,
+    /// Name of the node that it was made on; absent if the index is damaged.
+    host: Option<&'a str>,
+    /// The image directory that it was written for; absent if the index is damaged.
+    image: Option<&'a Path>,
+    /// When it was made, UTC; absent if the index is damaged.
+    #[cfg_attr(test, schemars(extend("format" = "date-time")))]
+    time: Option<String>,
+    /// The same in seconds since 1970.
+    made: Option<u64>,
+    /// Id of the container's checkpoint before; absent if there was none.
+    parent: Option<Digest>,
+    /// Bytes of memory.
+    memory: u64,
+    /// Bytes of extents that no other checkpoint in the store has.
+    own: u64,
+    /// Bytes of extents that others have as well.
+    shared: u64,
+    /// Bytes of zeros, for which nothing is stored.
+    zero: u64,
+    /// Number of extents that the store lacks.
+    missing: usize,
+    /// Whether it is kept until `firn store unpin`.
+    pinned: bool,
+    /// `complete`, `incomplete` (the store lacks extents) or `damaged` (its index cannot be used).
+    state: &'static str,
+    /// Why its index cannot be used; absent otherwise.
+    failure: Option<&'a ProblemReport>,
+}
+
+printed! { Listed<'_>: "store ls" }
 
 /// True: all checkpoints are complete.
 pub fn run(args: &LsArgs) -> Result<bool> {
@@ -15,29 +72,39 @@ pub fn run(args: &LsArgs) -> Result<bool> {
     let contents = Contents::read(&*store)?;
     match args.common.json {
         true => {
-            let images: Vec<_> = contents.images.iter().map(as_json).collect();
-            output::json(&json!({"store": store.place(), "id": store.id(), "images": images}))?;
+            output::json(&Listed {
+                store: store.place(),
+                id: store.id(),
+                images: contents.images.iter().map(Shown::of).collect(),
+            })?;
         }
         false => print(&contents.images),
     }
     Ok(contents.images.iter().all(Image::is_complete))
 }
 
-fn as_json(image: &Image) -> serde_json::Value {
-    let index = image.index.as_ref();
-    json!({
-        "id": image.id,
-        "checkpoint": index.map(|index| &index.checkpoint),
-        "container": index.map(|index| &index.container),
-        "host": index.map(|index| &index.host),
-        "image": index.map(|index| &index.image),
-        "made": index.map(|index| index.made),
-        "time": index.and_then(|index| text::utc(index.made)),
-        "parent": index.and_then(|index| index.parent),
-        "memory": image.memory, "own": image.own, "shared": image.shared, "zero": image.zero,
-        "missing": image.missing, "pinned": image.pinned,
-        "state": state(image), "failure": image.failure,
-    })
+impl<'a> Shown<'a> {
+    fn of(image: &'a Image) -> Self {
+        let index = image.index.as_ref();
+        Self {
+            id: image.id,
+            checkpoint: index.and_then(|index| text::some(&index.checkpoint)),
+            container: index.map(|index| &*index.container),
+            host: index.map(|index| &*index.host),
+            image: index.map(|index| &*index.image),
+            time: index.and_then(|index| text::utc(index.made)),
+            made: index.map(|index| index.made),
+            parent: index.and_then(|index| index.parent),
+            memory: image.memory,
+            own: image.own,
+            shared: image.shared,
+            zero: image.zero,
+            missing: image.missing,
+            pinned: image.pinned,
+            state: state(image),
+            failure: image.failure.as_ref(),
+        }
+    }
 }
 
 fn state(image: &Image) -> &'static str {

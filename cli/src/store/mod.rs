@@ -19,9 +19,9 @@ use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Problem, ProblemReport};
 use firn_image::store::{Digest, Packing, Store, StoreError};
-use serde_json::json;
+use serde::Serialize;
 
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use args::{Common, PinArgs, StoreCommand};
 use bucket::Bucket;
 use origin::Origin;
@@ -55,6 +55,18 @@ enum NameError {
     Several { id: String },
 }
 
+/// A checkpoint that was pinned, or is not pinned any more.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Pinned {
+    /// Id of the checkpoint in the store.
+    id: Digest,
+    /// Whether it is kept until `firn store unpin`.
+    pinned: bool,
+}
+
+printed! { Pinned: "store pin", "store unpin" }
+
 /// True: all is well.
 pub fn run(command: &StoreCommand) -> Result<bool> {
     match command {
@@ -81,7 +93,10 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
     }
     .map_err(ProblemReport::from)?;
     match (args.common.json, is_pinned) {
-        (true, _) => output::json(&json!({"id": id, "pinned": is_pinned}))?,
+        (true, _) => output::json(&Pinned {
+            id,
+            pinned: is_pinned,
+        })?,
         (false, true) => line!("{} is kept until `firn store unpin`", short(&id)),
         (false, false) => line!("{} is kept as long as its checkpoint", short(&id)),
     }

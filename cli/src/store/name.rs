@@ -12,12 +12,22 @@ use firn_config::names;
 use firn_host::{Absent, Problem, ProblemReport, open_regular};
 use firn_image::manifest::{Manifest, UntrustedDir, is_of_image};
 use firn_transaction::restore::is_name;
-use serde_json::json;
+use serde::Serialize;
 
 use super::args::NameArgs;
 use super::{made, named, shown};
 use crate::image;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
+
+/// A checkpoint that has a name in the store.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct Made<'a> {
+    /// Its directory in the store.
+    dir: &'a Path,
+}
+
+printed! { Made<'_>: "store name" }
 
 /// A checkpoint that gets no name.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -82,7 +92,7 @@ pub fn run(args: &NameArgs) -> Result<bool> {
         .and_then(|()| sync(&within))
         .with_context(|| format!("cannot write {}", path.display()))?;
     match args.common.json {
-        true => output::json(&json!({ "dir": path }))?,
+        true => output::json(&Made { dir: &path })?,
         false => line!("{}: pods of {namespace} may name store:{name}", path.display()),
     }
     Ok(true)

@@ -9,7 +9,6 @@ use std::time::Instant;
 use anyhow::Result;
 use firn_image::store::{Digest, Packing, Store, Writer};
 use serde::Serialize;
-use serde_json::json;
 
 use super::args::{Common, PullArgs, PushArgs};
 use super::bucket::Bucket;
@@ -17,7 +16,7 @@ use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
 use super::{Named, Place, cap, find, made, named, open, short, shown};
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
 
 /// Extents after which those that were copied get their place in a directory: 1 GiB.
@@ -25,14 +24,27 @@ const BATCH: usize = 256;
 
 /// A checkpoint that was copied.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Copied {
+    /// Id of the checkpoint, in both stores.
     id: Digest,
-    /// Bytes of extents.
+    /// Bytes of extents that were copied.
     written: u64,
-    /// Those that were there already.
+    /// Bytes of extents that were there already.
     reused: u64,
+    /// How long it took, in seconds with up to three digits behind the point.
     seconds: f64,
 }
+
+/// The checkpoints that were copied.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+struct All<'a> {
+    /// One for each.
+    copied: &'a [Copied],
+}
+
+printed! { All<'_>: "store push", "store pull" }
 
 /// True: all is there now.
 pub fn push(args: &PushArgs) -> Result<bool> {
@@ -151,7 +163,7 @@ impl Copied {
 
 fn print(common: &Common, copied: &[Copied]) -> Result<bool> {
     if common.json {
-        output::json(&json!({"copied": copied}))?;
+        output::json(&All { copied })?;
         return Ok(true);
     }
     for copied in copied {

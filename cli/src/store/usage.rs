@@ -11,14 +11,13 @@ use serde::Serialize;
 use super::args::DuArgs;
 use super::origin::Origin;
 use super::shown;
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
 
 /// A checkpoint, and its share of the store.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct Image {
     pub id: Digest,
-    #[serde(skip)]
     pub index: Option<Index>,
     /// Why its index cannot be used.
     pub failure: Option<ProblemReport>,
@@ -115,20 +114,31 @@ pub fn kept(index: &Index, form: &Form) -> HashMap<Digest, u64> {
         .collect()
 }
 
-/// What takes room, in bytes.
+/// What takes room in a store.
 #[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Usage {
+    /// Number of checkpoints.
     images: usize,
+    /// Bytes of memory of all checkpoints.
     memory: u64,
+    /// Bytes of zeros in it, for which nothing is stored.
     zero: u64,
+    /// Number of extents.
     extents: usize,
+    /// Bytes of their files.
     stored: u64,
-    /// Of extents that no index names.
+    /// Bytes of extents that no checkpoint has: `firn store gc` removes them.
     unused: u64,
+    /// Bytes of what was not finished.
     unfinished: u64,
+    /// Bytes that are free on the file system.
     free: u64,
+    /// The most bytes that the configuration lets its store have; absent if it has no such limit.
     cap: Option<u64>,
 }
+
+printed! { Usage: "store du" }
 
 /// `firn store du`.
 pub fn run(args: &DuArgs) -> Result<bool> {

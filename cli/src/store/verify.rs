@@ -7,29 +7,36 @@ use anyhow::Result;
 use firn_host::{Problem, ProblemReport};
 use firn_image::store::{Digest, EXTENT, Store, StoreError};
 use serde::Serialize;
-use serde_json::json;
 
 use super::args::VerifyArgs;
 use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::kept;
 use super::{find, named, short, shown};
-use crate::output::{self, line};
+use crate::output::{self, line, printed};
 use crate::text;
 
 /// What is wrong with a store.
 #[derive(Default, Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Found {
+    /// Number of checkpoints.
     images: usize,
+    /// Number of extents that were read.
     extents: usize,
+    /// Their bytes.
     bytes: u64,
-    /// Indexes that cannot be used.
+    /// Why an index cannot be used, by the id of the checkpoint.
     damaged_images: BTreeMap<Digest, ProblemReport>,
+    /// Names of extents that are damaged.
     damaged: Vec<Digest>,
-    /// By checkpoint: how many extents it lacks, of another size or content included.
+    /// How many extents a checkpoint lacks, those of another size or content included, by its id.
     incomplete: BTreeMap<Digest, usize>,
+    /// Whether what is damaged was removed: --repair.
     repaired: bool,
 }
+
+printed! { Found: "store verify" }
 
 impl Found {
     fn is_whole(&self) -> bool {
@@ -53,7 +60,7 @@ pub fn run(args: &VerifyArgs) -> Result<bool> {
         false => look(&*named.open()?, args)?,
     };
     match args.common.json {
-        true => output::json(&json!(found))?,
+        true => output::json(&found)?,
         false => print(&found),
     }
     Ok(found.is_whole())

@@ -26,7 +26,7 @@ fn checks(node: &Node) -> (Option<i32>, Vec<(String, String)>) {
     let output = node.firn(&["doctor", "--json"]);
     let all = value(&output);
     let part = |check: &Value, key: &str| check[key].as_str().expect("a text").to_owned();
-    let list = all
+    let list = all["checks"]
         .as_array()
         .expect("a list")
         .iter()

@@ -41,6 +41,48 @@ fn wrong_usage_and_help() {
     }
 }
 
+/// An error is an object, too, and standard error has none.
+#[test]
+fn a_command_that_fails_prints_why_as_json() {
+    let node = Node::new();
+    node.program("firn-gpu", "exit 1");
+    for (line, why) in [
+        ("ps --state nowhere", "nowhere"),
+        ("status job --state nowhere", "nowhere"),
+        ("audit job --state nowhere", "no container"),
+        ("inspect none.tar", "none.tar"),
+        (
+            "plan image --spec config.json",
+            "cannot read the GPUs of this node",
+        ),
+        ("config check none.toml", "there is no none.toml"),
+        ("history --dir config.toml", "config.toml"),
+        ("store ls --store nowhere", "FIRN-STORE-UNUSABLE: "),
+        (
+            "images prune none --no-containerd --state .",
+            "FIRN-PRUNE-UNKNOWN: ",
+        ),
+    ] {
+        let words: Vec<&str> = line.split(' ').chain(["--json"]).collect();
+        let output = node.firn(&words);
+        let failure = node::value(&output)["failure"].clone();
+        let shown = failure.as_str().unwrap_or_default();
+        assert_eq!(output.status.code(), Some(1), "{line}: {shown}");
+        assert!(
+            shown.contains(why) && output.stderr.is_empty(),
+            "{line}: {output:?}"
+        );
+    }
+    assert_eq!(node.firn(&["ps", "--none", "--json"]).status.code(), Some(2));
+}
+
+#[test]
+fn labels_are_an_object() {
+    let labels = node::value(&Node::new().firn(&["labels", "--json"]));
+    assert_eq!(labels["firn.dev/version"], env!("CARGO_PKG_VERSION"), "{labels}");
+    assert_eq!(labels["firn.dev/driver"], "580.95.05", "{labels}");
+}
+
 /// The program's output, with no byte of it that a terminal would act on.
 fn harmless(output: &std::process::Output) -> String {
     let text = String::from_utf8(node::all_output(output).into_bytes()).expect("text");
@@ -81,6 +123,13 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
     // An error that ends the program.
     let shown = harmless(&node.firn(&["audit", HOSTILE]));
     assert!(shown.contains(SHOWN), "{shown}");
+    let output = node.firn(&["audit", HOSTILE, "--json"]);
+    harmless(&output);
+    let failure = node::value(&output)["failure"].clone();
+    assert!(
+        failure.as_str().is_some_and(|text| text.contains(HOSTILE)),
+        "{failure}"
+    );
 }
 
 #[test]

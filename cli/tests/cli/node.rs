@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::atomic::AtomicBool;
 
+use firn_documents::schema;
 use firn_gpu::SourceGpu;
 use firn_gpu::{Backend, CudaState, Inventory};
 use firn_image::manifest::{
@@ -163,8 +164,15 @@ impl Node {
         manifest.write(&self.path("image")).expect("a manifest");
     }
 
+    /// Runs firn. What it prints with `--json` is as its schema describes it.
     pub fn firn(&self, arguments: &[&str]) -> Output {
-        self.command(arguments).output().expect("firn starts")
+        let output = self.command(arguments).output().expect("firn starts");
+        // An error that has no object is on standard error alone.
+        if arguments.contains(&"--json") && !output.stdout.is_empty() {
+            let printed = schema::printed(arguments, &text(&output));
+            printed.unwrap_or_else(|error| panic!("{arguments:?}: {error}"));
+        }
+        output
     }
 
     pub fn command(&self, arguments: &[&str]) -> Command {

@@ -3,6 +3,7 @@
 use std::process::{Child, Command};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use firn_documents::schema;
 use serde_json::{Value, json};
 
 use crate::node::{Node, text, value};
@@ -206,7 +207,7 @@ fn ps_shows_it_again_until_its_reader_goes_away() {
     let mut lines = std::io::BufRead::lines(std::io::BufReader::new(ps.stdout.take().expect("a pipe")));
     for _ in 0..2 {
         let line = lines.next().expect("a line").expect("text");
-        let found: Value = serde_json::from_str(&line).expect("JSON");
+        let found = schema::printed(&["ps"], &line).expect("an object in a line");
         assert_eq!(found, json!({"containers": []}));
     }
     drop(lines);

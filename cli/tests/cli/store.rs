@@ -228,13 +228,8 @@ fn gc_removes_checkpoints_that_are_gone() {
     stored.checkpoint_with("young", &[b"four"], |index| index.made = now() - 60);
     stored.checkpoint_with("elsewhere", &[b"five"], |index| index.host = "other".to_owned());
     let pinned = stored.checkpoint("pinned", &[b"six"]);
-    assert_eq!(
-        stored
-            .firn(&format!("pin {}", &pinned.to_string()[..10]))
-            .status
-            .code(),
-        Some(0)
-    );
+    let pin = stored.json(&format!("pin {}", &pinned.to_string()[..10]));
+    assert_eq!(pin, json!({"id": pinned, "pinned": true}));
     for container in ["gone", "young", "elsewhere", "pinned"] {
         fs::remove_dir_all(stored.image(container)).expect("removed");
     }
@@ -268,7 +263,8 @@ fn gc_removes_checkpoints_that_are_gone() {
         0
     );
 
-    assert_eq!(stored.firn(&format!("unpin {pinned}")).status.code(), Some(0));
+    let unpin = stored.json(&format!("unpin {pinned}"));
+    assert_eq!(unpin, json!({"id": pinned, "pinned": false}));
     stored.firn("gc --no-containerd --grace 30s --other-hosts");
     assert_eq!(stored.containers(), ["kept"]);
 }

@@ -8,6 +8,7 @@ use crate::block_hash::hex;
 
 /// The BLAKE3 of an extent or of an index, written as 64 small hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(try_from = "String", into = "String")]
 pub struct Digest([u8; 32]);
 

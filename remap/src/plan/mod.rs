@@ -61,6 +61,7 @@ pub struct PlanRequest<'a> {
 
 /// A pair for every source GPU, in the source's minor order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct GpuMap(Vec<GpuPair>);
 

@@ -9,29 +9,48 @@ use firn_gpu::{Gpu, GpuPair, GpuUuid, Link, PciePath, SourceGpu};
 
 /// Something that the operator should know about a map.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "warning", rename_all = "snake_case")]
 pub enum Warning {
     /// The process still reports the PCI address that it had. What it looks up by that address (NCCL in NVML)
     /// is not found, or is another GPU.
-    BusId { pair: GpuPair, was: String, is: String },
+    BusId {
+        /// The GPU and its successor.
+        pair: GpuPair,
+        /// PCI address of the GPU.
+        was: String,
+        /// PCI address of its successor.
+        is: String,
+    },
     /// Two GPUs have fewer NVLinks than their predecessors.
     NvLinks(LostLink),
     /// Two GPUs are farther apart than their predecessors.
     Farther {
+        /// The two GPUs of this node.
         gpus: [GpuUuid; 2],
+        /// What their predecessors had in common.
         was: PciePath,
+        /// What they have in common.
         is: PciePath,
     },
     /// The search for the map reached its limit. The map fits, but may not be the best.
-    SearchCut { steps: u32 },
+    SearchCut {
+        /// The limit.
+        steps: u32,
+    },
 }
 
 /// Two GPUs whose places have fewer NVLinks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LostLink {
+    /// The two GPUs of the source.
     pub old: [GpuUuid; 2],
+    /// Number of NVLinks between them.
     pub was: u32,
+    /// Their successors.
     pub new: [GpuUuid; 2],
+    /// Number of NVLinks between these.
     pub is: u32,
 }
 

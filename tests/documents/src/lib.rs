@@ -1,4 +1,4 @@
-//! Reads the Markdown pages of this repository, for tests that compare them with the code.
+//! Reads the Markdown pages and the schemas of this repository, for tests that compare them with the code.
 //!
 //! Only what the pages use: fenced blocks, code spans in one line, inline links, headings with `#`.
 #![forbid(unsafe_code)]
@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 mod commands;
 pub mod console;
+pub mod schema;
 
 pub use commands::Command;
 

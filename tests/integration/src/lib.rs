@@ -36,7 +36,7 @@ pub use firn_node::Platform;
 pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost};
 pub use matrix::{Case, Skip, on};
-pub use output::{CommandOutput, failure};
+pub use output::{CommandOutput, answer, failure};
 pub use pods::{KUBERNETES, configure_pods, crictl, import_pod_images, install_network_plugin};
 pub use stall::StallFs;
 pub use task::{Pending, Task, any, describe};

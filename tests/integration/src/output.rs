@@ -4,7 +4,9 @@ use std::fmt;
 use std::io::{Seek, Write};
 use std::process::{Child, Output};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Error, Result, bail, ensure};
+use firn_documents::schema;
+use serde_json::Value;
 
 use crate::GpuHost;
 
@@ -71,6 +73,21 @@ impl GpuHost {
         self.output_of(&[&["ctr"], arguments].concat(), stdin)
     }
 
+    /// Runs firn with these words and `--json`, which succeeds, and returns what it prints.
+    pub fn firn(&self, words: &[&str]) -> Result<Value> {
+        let output = self.node().run(&[&["firn"], words, &["--json"]].concat())?;
+        answer(words, &output.stdout)
+    }
+
+    /// As [`Self::firn`], success or not. Returns its exit code, too.
+    pub fn firn_shows(&self, words: &[&str]) -> Result<(Option<i32>, Value)> {
+        let output = self.output_of(&[&["firn"], words, &["--json"]].concat(), "")?;
+        Ok((
+            output.code,
+            answer(words, &output.stdout).with_context(|| output.to_string())?,
+        ))
+    }
+
     /// Runs a program with this on its standard input, and returns how it went, success or not.
     pub fn output_of(&self, argv: &[&str], stdin: &str) -> Result<CommandOutput> {
         let input = tempfile::tempfile().and_then(|mut file| {
@@ -83,6 +100,11 @@ impl GpuHost {
         let output = command.stdin(input?).output().with_context(|| argv.join(" "))?;
         Ok(output.into())
     }
+}
+
+/// What firn has printed with these words and `--json`. Its schema describes it.
+pub fn answer(words: &[&str], printed: &str) -> Result<Value> {
+    schema::printed(words, printed).map_err(Error::msg)
 }
 
 /// The error of a command that must fail.

@@ -94,15 +94,12 @@ fn connections_are_refused_by_name_and_kept_in_the_source(platform: Platform) ->
                 ensure!(output.contains(part), "no {part:?} in {output}");
             }
             ensure!(!a.runc_has("checkpoint")?, "runc was called");
-            let audit = a
-                .node()
-                .run(&["sh", "-c", "firn audit job --json || true"])?
-                .stdout;
+            let audit = a.firn_shows(&["audit", "job"])?.1.to_string();
             ensure!(audit.contains("FIRN-TCP"), "{audit}");
             outside_talks_on(a)?;
 
             a.configure("[checkpoint]\ntcp = \"auto\"\n")?;
-            let audit = a.node().run(&["firn", "audit", "job", "--json"])?.stdout;
+            let audit = a.firn(&["audit", "job"])?.to_string();
             ensure!(
                 audit.contains("in a copy 2 go on, 1 are closed (process "),
                 "{audit}"

@@ -92,7 +92,7 @@ fn children_move_with_their_parent(platform: Platform) -> Result<()> {
             count("fd ") >= 3 * holders && count("mapped ") >= holders,
             "{before:?}"
         );
-        let audit = a.node().run(&["firn", "audit", "job", "--json"])?.stdout;
+        let audit = a.firn(&["audit", "job"])?.to_string();
         ensure!(audit.contains("inherited_gpus"), "{audit}");
         source.checkpoint("checkpoint/job")?;
         source.goes_on(3)?;

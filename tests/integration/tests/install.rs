@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, FIRN, GpuHost, PROGRAMS, SimGpu, cases, matrix, on};
 use firn_node::{Platform, wait_for};
 
@@ -140,12 +140,19 @@ fn other_configurations_are_kept(platform: Platform) -> Result<()> {
         ensure!(has_handler(host)?, "no handler");
         let dump = node.run(&["containerd", "config", "dump"])?.stdout;
         ensure!(dump.contains("runtimes.runc]"), "no stock handler: {dump}");
-        let again = node.run(&INSTALL)?.stdout;
+        let again = host.firn(&INSTALL[1..])?;
+        let programs = again["programs"].as_array().context("no programs")?;
+        let all = programs.iter().chain([&again["handler"]]);
+        let unchanged = all.filter(|one| one["change"] == "unchanged").count();
         ensure!(
-            again.matches(": unchanged").count() == PROGRAMS.len() + 1,
+            unchanged == PROGRAMS.len() + 1 && again["restart"] == true,
             "{again}"
         );
-        node.run(&["firn", "uninstall"])?;
+        let removed = host.firn(&["uninstall"])?;
+        ensure!(
+            removed["handler"]["path"] == CONFIG && removed["restart"] == true,
+            "{removed}"
+        );
         as_before(host, &before)?;
 
         let plugin = platform.suite.cri_plugin();

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use firn_lab::{
-    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
+    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, answer, cases, matrix, nothing_left, on,
 };
 use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
 use serde_json::Value;
@@ -112,8 +112,10 @@ const TICKS: &str = "while :; do echo tick; sleep 0.1; done & \
 
 /// What `firn` prints with these words, which succeeds.
 fn firn(node: &GpuHost, words: &[&str]) -> Result<Value> {
-    let output = node.node().run(&[&["firn"], words, &["--json"]].concat())?;
-    serde_json::from_str(&output.stdout).with_context(|| output.stdout.clone())
+    answer(
+        words,
+        &node.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout,
+    )
 }
 
 /// The container writes on, where nerdctl looks for it.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, console, root};
 use firn_lab::{
-    Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, cases, crictl, matrix, on,
+    Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, answer, cases, crictl, matrix, on,
 };
 use firn_node::{Node, Platform, go_lacks, wait_for};
 
@@ -199,6 +199,7 @@ fn shows_its_manual(node: &Node) -> Result<()> {
     let sums = node.run(&["dpkg", "--verify", "firn"])?.stdout;
     ensure!(sums.is_empty(), "{sums}");
     let checks = node.run(&["firn", "doctor", "--json"])?.stdout;
+    answer(&["doctor"], &checks)?;
     ensure!(!checks.contains("libfirn_criu.so is missing"), "{checks}");
     Ok(())
 }

@@ -103,8 +103,7 @@ fn refused(host: &GpuHost, job: &Container<'_>, parts: &[&str]) -> Result<()> {
 }
 
 fn audit(host: &GpuHost) -> Result<String> {
-    let audit = host.node().run(&["sh", "-c", "firn audit job --json || true"])?;
-    Ok(audit.stdout)
+    Ok(host.firn_shows(&["audit", "job"])?.1.to_string())
 }
 
 fn auto(host: &GpuHost) -> Result<()> {

@@ -66,10 +66,10 @@ fn beats_on(host: &GpuHost) -> Result<()> {
 /// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on;
 /// an audit reports it beforehand.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
-    let audit = ["sh", "-c", "firn audit job --json; echo exit $?"];
-    let report = host.node().run(&audit)?.stdout;
+    let (status, report) = host.firn_shows(&["audit", "job"])?;
+    let report = report.to_string();
     ensure!(
-        report.contains("exit 1") && report.contains(code) && report.contains(named),
+        status == Some(1) && report.contains(code) && report.contains(named),
         "{report}"
     );
     let output = failure(job.checkpoint("checkpoint/job"))?;

@@ -1,6 +1,8 @@
 use firn_preflight::fixtures::refusals;
 use firn_preflight::{Capacity, Certainty as Found, OtherVendors};
 
+use serde_json::json;
+
 use super::*;
 
 /// A workload all of whose parts are checked.

@@ -12,7 +12,9 @@ use firn_node::{CgroupMode, Platform, Suite, wait_for};
 use super::case::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject, stalls};
-use crate::{Archive, Census, Container, GpuHost, NAMES_HOOKS, Pending, SHARES_NOTHING, SimGpu, Task};
+use crate::{
+    Archive, Census, Container, GpuHost, NAMES_HOOKS, Pending, SHARES_NOTHING, SimGpu, Task, answer,
+};
 
 /// The container.
 pub(super) const ID: &str = "job";
@@ -135,7 +137,7 @@ impl Testbed {
         node.run(&["sh", "-c", "rm -rf /srv/images/case /tmp/ctrd-checkpoint*"])?;
         let cleaned = node.run(&["firn", "store", "gc", "--grace", "0s"])?.stdout;
         let printed = node.run(&["firn", "store", "ls", "--json"])?.stdout;
-        let listed: serde_json::Value = serde_json::from_str(&printed)?;
+        let listed = answer(&["store", "ls"], &printed)?;
         // The memory of an image on a file system that is not mounted any more stays.
         let is_away = |image: &&serde_json::Value| {
             let path = image["image"].as_str().unwrap_or_default();

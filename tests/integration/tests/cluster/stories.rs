@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{LOG, Lines};
+use firn_lab::{LOG, Lines, answer};
 use firn_node::wait_for;
 use serde_json::Value;
 
@@ -403,6 +403,7 @@ fn job(cluster: &Cluster) -> Result<()> {
         .into_iter()
         .next()
         .context("no JSON")??;
+    answer(&["drain"], &shown.to_string())?;
     ensure!(
         shown["jobs"][0]["parts"][0]["checkpoint"] == "train-moved",
         "{shown}"

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Built, LOG, failure};
 use firn_node::{Image, wait_for};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::Point;
 use crate::checkpoints::computes;
@@ -145,6 +145,12 @@ fn checkpoint(cri: Cri<'_>, pod: &str, dir: &str) -> Result<String> {
     Ok(done.stdout)
 }
 
+/// The same, by the object that a program reads.
+fn images(cri: Cri<'_>, pod: &str, dir: &str) -> Result<Value> {
+    let done = cri.host.firn(&["checkpoint", "--pod", pod, dir])?;
+    Ok(done["images"].clone())
+}
+
 fn whole(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
         let node = cri.host.node();
@@ -259,7 +265,9 @@ fn hooks(cri: Cri<'_>) -> Result<String> {
     for container in &containers {
         computes(container, 2)?;
     }
-    checkpoint(cri, "default/hooks", "/tmp/pod")?;
+    let images = images(cri, "default/hooks", "/tmp/pod")?;
+    let wanted = json!({"a": "/tmp/pod/a/checkpoint", "b": "/tmp/pod/b/checkpoint"});
+    ensure!(images == wanted, "{images}");
     let mut calls = Vec::new();
     for container in &containers {
         let reached = computes(container, 0)?;

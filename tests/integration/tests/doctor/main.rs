@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{GpuHost, SimGpu, cases, matrix, on};
+use firn_lab::{GpuHost, SimGpu, answer, cases, matrix, on};
 use firn_node::Platform;
 use serde_json::Value;
 
@@ -25,7 +25,8 @@ fn doctor_through(host: &GpuHost, through: &str, options: &str) -> Result<Vec<Va
     // Its exit status depends on what else is wrong.
     let command = format!("{through} firn doctor --json {options} || true");
     let shown = host.node().run(&["sh", "-c", &command])?.stdout;
-    serde_json::from_str(&shown).with_context(|| format!("no JSON: {shown}"))
+    let shown = answer(&["doctor"], &shown)?;
+    Ok(shown["checks"].as_array().context("no checks")?.clone())
 }
 
 fn doctor(host: &GpuHost, options: &str) -> Result<Vec<Value>> {

@@ -24,9 +24,7 @@ fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
 
 /// What `firn history --json` shows with these options.
 fn history(host: &GpuHost, options: &[&str]) -> Result<Vec<Value>> {
-    let command = [&["firn", "history", "--json"], options].concat();
-    let shown = host.node().run(&command)?.stdout;
-    let shown: Value = serde_json::from_str(&shown).with_context(|| shown.clone())?;
+    let shown = host.firn(&[&["history"], options].concat())?;
     let transactions = shown["transactions"].as_array().context("no transactions")?;
     Ok(transactions.clone())
 }

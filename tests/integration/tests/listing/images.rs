@@ -5,12 +5,12 @@ use firn_lab::{GpuHost, IMAGE, failure, on};
 use firn_node::Platform;
 use serde_json::Value;
 
-use super::{MIB, counter, firn, host};
+use super::{MIB, counter, host};
 
 const CONFIG: &str = "[restore]\nfrom-dir = \"/srv/named\"\n";
 
 fn listed(host: &GpuHost) -> Result<Vec<Value>> {
-    let found = firn(host, &["images", "ls"])?;
+    let found = host.firn(&["images", "ls"])?;
     Ok(found["checkpoints"].as_array().context("no list")?.clone())
 }
 
@@ -37,14 +37,14 @@ fn only_what_is_named_is_removed(host: &GpuHost) -> Result<()> {
     refused(host, &["checkpoint/none"], "FIRN-PRUNE-UNKNOWN")?;
     refused(host, &["checkpoint/one"], "FIRN-PRUNE-UNKNOWN: there are several")?;
     refused(host, &[IMAGE], "FIRN-PRUNE-UNKNOWN")?;
-    let dry = firn(host, &["images", "prune", "checkpoint/two", "--dry-run"])?;
+    let dry = host.firn(&["images", "prune", "checkpoint/two", "--dry-run"])?;
     ensure!(dry["removed"][0]["name"] == "checkpoint/two", "{dry}");
     ensure!(names(host)?.contains(&"checkpoint/two".to_owned()));
-    let young = firn(host, &["images", "prune", "--older-than", "1h"])?;
+    let young = host.firn(&["images", "prune", "--older-than", "1h"])?;
     ensure!(young["removed"].as_array().is_some_and(Vec::is_empty), "{young}");
-    firn(host, &["images", "prune", "checkpoint/two", "/srv/named/ml/warm"])?;
+    host.firn(&["images", "prune", "checkpoint/two", "/srv/named/ml/warm"])?;
     ensure!(!host.node().path("/srv/named/ml/warm").exists());
-    firn(host, &["images", "prune", "checkpoint/one", "-n", "other"])?;
+    host.firn(&["images", "prune", "checkpoint/one", "-n", "other"])?;
     ensure!(names(host)? == ["checkpoint/one"], "{:?}", names(host)?);
     Ok(())
 }
@@ -56,9 +56,9 @@ pub fn checkpoints_are_listed_measured_and_removed(platform: Platform) -> Result
         ensure!(names(host)?.is_empty());
         let job = counter(host, "job", "0")?;
         node.run(&["mkdir", "-p", "/srv/named/ml"])?;
-        firn(host, &["checkpoint", "job", "/srv/named/ml/warm"])?;
+        host.firn(&["checkpoint", "job", "/srv/named/ml/warm"])?;
         for image in ["checkpoint/one", "checkpoint/two"] {
-            firn(host, &["checkpoint", "job", image])?;
+            host.firn(&["checkpoint", "job", image])?;
         }
         // Under another name in another namespace: the same blobs.
         let copy = "ctr images export --local --skip-manifest-json /srv/one.tar checkpoint/one \
@@ -88,7 +88,7 @@ pub fn checkpoints_are_listed_measured_and_removed(platform: Platform) -> Result
             !names(host)?.contains(&IMAGE.to_owned()),
             "the image of the container is no checkpoint"
         );
-        let used = firn(host, &["images", "du"])?;
+        let used = host.firn(&["images", "du"])?;
         let shared = |name: &str| {
             let all = used["checkpoints"].as_array();
             let one = all.and_then(|all| all.iter().find(|one| one["name"] == name));

@@ -28,15 +28,9 @@ fn counter<'h>(host: &'h GpuHost, id: &str, gpu: &str) -> Result<Container<'h>> 
     Ok(job)
 }
 
-/// `firn` with these words, which succeeds. Returns its JSON.
-fn firn(host: &GpuHost, words: &[&str]) -> Result<Value> {
-    let output = host.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout;
-    serde_json::from_str(&output).with_context(|| output.clone())
-}
-
 /// What `firn ps` shows of one container.
 fn shown(host: &GpuHost, id: &str) -> Result<Value> {
-    let all = firn(host, &["ps"])?;
+    let all = host.firn(&["ps"])?;
     let found = all["containers"]
         .as_array()
         .and_then(|all| all.iter().find(|one| one["container"] == id));

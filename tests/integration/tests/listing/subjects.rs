@@ -5,15 +5,15 @@ use firn_lab::{GpuHost, IMAGE, failure, on};
 use firn_node::Platform;
 use serde_json::Value;
 
-use super::{MIB, counter, firn, host};
+use super::{MIB, counter, host};
 
 /// Who made it, and what it holds, in each form.
 fn is_described(host: &GpuHost, what: &str) -> Result<Value> {
-    let shown = firn(host, &["inspect", what, "--processes"])?;
+    let shown = host.firn(&["inspect", what, "--processes"])?;
     let origin = &shown["manifest"]["origin"];
     ensure!(shown["failure"].is_null(), "{what}: {shown}");
     ensure!(
-        origin["container"] == "job" && origin["made"].as_u64() > Some(1_700_000_000),
+        origin["container"] == "job" && origin["time"].as_str() > Some("2023-11-14T22:13:20Z"),
         "{what}: {origin}"
     );
     let command = origin["command"].as_str().context("no command")?;
@@ -40,34 +40,30 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
         job.checkpoint("checkpoint/ctr")?;
         is_described(host, "checkpoint/ctr")?;
         for to in ["checkpoint/job", "/srv/job.tar", "/srv/image"] {
-            firn(host, &["checkpoint", "job", to])?;
+            host.firn(&["checkpoint", "job", to])?;
             let shown = is_described(host, to)?;
             // Its memory is read of a directory alone.
             let is_dir = to == "/srv/image";
             ensure!((shown["unread"] == 0) == is_dir, "{to}: {}", shown["unread"]);
             // The image of a directory is not known.
             ensure!(is_dir || shown["image"] == IMAGE, "{to}: {}", shown["image"]);
-            let audit = firn(host, &["audit", to])?;
+            let audit = host.firn(&["audit", to])?;
             ensure!(audit["verdict"] == "can", "{to}: {audit}");
-            let plan = ["plan", to, "--json"];
-            let planned = node
-                .run(&["sh", "-c", &format!("firn {} || true", plan.join(" "))])?
-                .stdout;
-            let planned: Value = serde_json::from_str(&planned)?;
+            let (_, planned) = host.firn_shows(&["plan", to])?;
             match is_dir {
                 true => ensure!(planned["failure"]["code"] == "FIRN-NO-SPEC", "{planned}"),
                 false => ensure!(planned["map"][0]["new"] == *gpus[0], "{to}: {planned}"),
             }
         }
         // The container itself.
-        let status = firn(host, &["inspect", "job"])?;
+        let status = host.firn(&["inspect", "job"])?;
         ensure!(status["containers"][0]["state"] == "running", "{status}");
-        let planned = firn(host, &["plan", "job"])?;
+        let planned = host.firn(&["plan", "job"])?;
         ensure!(
             planned["accepted"] == true && planned["map"][0]["new"] == *gpus[0],
             "{planned}"
         );
-        ensure!(firn(host, &["audit", "job"])?["verdict"] == "can");
+        ensure!(host.firn(&["audit", "job"])?["verdict"] == "can");
         let short = node.run(&["firn", "audit", "job"])?.stdout;
         ensure!(
             short.starts_with("verdict    can") && !short.contains("none of"),

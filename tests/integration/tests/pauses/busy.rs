@@ -71,7 +71,14 @@ pub fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<
 
         let refused = error_of(host, &["firn", "resume", "holder"])?;
         ensure!(refused.contains("FIRN-GPU-BUSY"), "{refused}");
-        firn(host, &["resume", "holder", "--busy", "share"])?;
+        let (code, refused) = host.firn_shows(&["resume", "holder"])?;
+        let failure = refused["failure"].as_str().unwrap_or_default();
+        ensure!(
+            code == Some(1) && failure.starts_with("FIRN-GPU-BUSY: "),
+            "{refused}"
+        );
+        let resumed = host.firn(&["resume", "holder", "--busy", "share"])?;
+        ensure!(resumed["gpus"] == "same", "{resumed}");
         runs_on(host, &holder, 0)?;
         waits.goes_on(2)?;
         // They have it together now: none is in the other's way.

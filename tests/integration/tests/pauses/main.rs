@@ -146,7 +146,8 @@ fn a_running_container_moves(platform: Platform) -> Result<()> {
             assert_eq!(job.gpus_in_use()?, expected, "--gpus {gpus}");
         }
         let swap = format!("{}={},{}={}", uuids[0], uuids[2], uuids[2], uuids[0]);
-        firn(host, &["move-gpu", "job", "--gpus", &swap])?;
+        let moved = host.firn(&["move-gpu", "job", "--gpus", &swap])?;
+        ensure!(moved["container"] == "job" && moved["gpus"] == swap, "{moved}");
         assert_eq!(job.goes_on(3)?.fault(), None);
         assert_eq!(job.pid()?, pid);
         job.remove()?;

@@ -9,7 +9,7 @@ use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{GpuHost, IMAGE, Outcome, cases, matrix, on};
+use firn_lab::{IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, wait_for};
 use serde_json::Value;
 
@@ -305,12 +305,6 @@ fn the_pages_commands_work(platform: Platform) -> Result<()> {
     })
 }
 
-/// `firn` with these words, which succeeds. Returns its JSON.
-fn firn(node: &GpuHost, words: &[&str]) -> Result<Value> {
-    let output = node.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout;
-    serde_json::from_str(&output).with_context(|| output.clone())
-}
-
 /// firn shows podman's container while it is checkpointed, and afterwards what became of that, as it does for
 /// containerd's.
 fn firn_shows_what_becomes_of_a_container(platform: Platform) -> Result<()> {
@@ -319,7 +313,7 @@ fn firn_shows_what_becomes_of_a_container(platform: Platform) -> Result<()> {
         podman.count("job", "0")?;
         let id = podman.run(&["inspect", "--format", "{{.Id}}", "job"])?;
         let client = podman.hang("job")?;
-        let shown = firn(node, &["ps"])?["containers"][0].take();
+        let shown = node.firn(&["ps"])?["containers"][0].take();
         ensure!(
             shown["container"] == id.trim() && shown["namespace"] == "firn-runc",
             "{shown}"
@@ -335,7 +329,7 @@ fn firn_shows_what_becomes_of_a_container(platform: Platform) -> Result<()> {
         podman.run(&["rm", "job"])?;
         podman.run(&["container", "restore", "--import", ARCHIVE])?;
         podman.goes_on("job", 3)?;
-        let history = firn(node, &["history", id.trim()])?["transactions"].take();
+        let history = node.firn(&["history", id.trim()])?["transactions"].take();
         let known: Vec<&Value> = history.as_array().into_iter().flatten().collect();
         let outcomes: Vec<String> = known
             .iter()

@@ -72,9 +72,9 @@ fn managed_memory_is_refused(platform: Platform) -> Result<()> {
 
 /// What `firn audit` reports for the container: its exit status and JSON.
 fn audited(host: &GpuHost) -> Result<(String, String)> {
-    let script = "firn audit job --json > /tmp/audit; echo $?";
-    let status = host.node().run(&["sh", "-c", script])?.stdout;
-    Ok((status.trim().to_owned(), host.node().read("/tmp/audit")?))
+    let (status, report) = host.firn_shows(&["audit", "job"])?;
+    let status = status.map(|status| status.to_string()).unwrap_or_default();
+    Ok((status, format!("{report:#}")))
 }
 
 fn audit_reports_a_checkpointable_container_untouched(platform: Platform) -> Result<()> {

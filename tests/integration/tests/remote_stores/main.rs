@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_image::store::{Digest, Index, Packing, Piece, Store};
-use firn_lab::{Built, matrix};
+use firn_lab::{Built, answer, matrix};
 use firn_node::wait_for;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -91,7 +91,7 @@ impl Lab {
 
     fn json(&self, node: &str, arguments: &[&str]) -> Result<Value> {
         let printed = self.done(node, &[arguments, &["--json"]].concat())?;
-        Ok(serde_json::from_str(&printed)?)
+        answer(&[&["store"], arguments].concat(), &printed)
     }
 
     /// It fails with this code, a remedy and these words.

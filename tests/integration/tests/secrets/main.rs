@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, Task, cases, describe, failure, matrix, on};
+use firn_lab::{
+    BUNDLES, Container, FIRN, GpuHost, SimGpu, Task, answer, cases, describe, failure, matrix, on,
+};
 use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -341,7 +343,7 @@ fn a_directory_is_restored_through_containerd(platform: Platform) -> Result<()> 
                 restore(&["--log", "/srv/log"])?;
             } else {
                 let output = restore(&["--json"])?.stdout;
-                let reported: serde_json::Value = serde_json::from_str(&output)?;
+                let reported = answer(&["restore"], &output)?;
                 ensure!(
                     reported["container"] == "job" && reported["pid"].as_i64() == Some(job.pid()?.into()),
                     "{output}"

@@ -26,7 +26,8 @@ pub fn an_exported_image_needs_no_store(platform: Platform) -> Result<()> {
         let before = job.lines()?.reached(1);
         job.task(&["delete"])?;
         let node = host.node();
-        node.run(&["firn", "store", "export", "/srv/image", "/srv/inline"])?;
+        let exported = host.firn(&["store", "export", "/srv/image", "/srv/inline"])?;
+        ensure!(exported["memory"].as_u64() >= Some(MIB << 20), "{exported}");
         let (image, inline) = (size(host, "/srv/image")?, size(host, "/srv/inline")?);
         ensure!(image < REST && inline >= MIB, "{image} MiB became {inline} MiB");
         node.run(&["rm", "-r", "/srv/store", "/srv/image"])?;
@@ -49,7 +50,11 @@ pub fn an_imported_image_has_its_memory_in_the_store(platform: Platform) -> Resu
         job.task(&["delete"])?;
         host.configure(STORE)?;
         let node = host.node();
-        node.run(&["firn", "store", "import", "/srv/image", "/srv/stored"])?;
+        let imported = host.firn(&["store", "import", "/srv/image", "/srv/stored"])?;
+        ensure!(
+            imported["memory"]["bytes"].as_u64() >= Some(MIB << 20),
+            "{imported}"
+        );
         let (image, stored) = (size(host, "/srv/image")?, size(host, "/srv/stored")?);
         ensure!(image >= MIB && stored < REST, "{image} MiB became {stored} MiB");
         ensure!(!extents(host)?.is_empty(), "nothing is in the store");

@@ -13,8 +13,7 @@ const STAYS: &str = "240";
 
 /// The checkpoints in the store, as `firn store ls` shows them.
 fn listed(host: &GpuHost) -> Result<Vec<Value>> {
-    let printed = host.node().run(&["firn", "store", "ls", "--json"])?.stdout;
-    let listed: Value = serde_json::from_str(&printed)?;
+    let listed = host.firn(&["store", "ls"])?;
     Ok(listed["images"].as_array().context("no list")?.clone())
 }
 

@@ -18,7 +18,8 @@ pub fn gc_keeps_the_memory_of_a_named_checkpoint(platform: Platform) -> Result<(
             let output = failure(node.run(&["firn", "store", "name", "/srv/warm", name]).map(drop))?;
             ensure!(output.contains(code), "{name}: {output}");
         }
-        node.run(&["firn", "store", "name", "/srv/warm", "default/warm"])?;
+        let named = host.firn(&["store", "name", "/srv/warm", "default/warm"])?;
+        ensure!(named["dir"] == "/srv/store/named/default/warm", "{named}");
         node.run(&["rm", "-r", "/srv/warm"])?;
         let dir = "/srv/store/named/default/warm/checkpoint";
         let collect = || node.run(&["firn", "store", "gc", "--grace", "0s"]);

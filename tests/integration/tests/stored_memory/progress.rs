@@ -20,12 +20,8 @@ const HELD: &str = "/run/firn-held";
 fn in_phase(host: &GpuHost, phase: &str) -> Result<Value> {
     let mut last = Value::Null;
     let seen = wait_for(&format!("phase {phase}"), SOON, || {
-        let printed = host.node().run(&["firn", "status", "job", "--json"]);
         // Before its Create the container is not known.
-        let Ok(printed) = printed else {
-            return Ok(None);
-        };
-        last = serde_json::from_str(&printed.stdout)?;
+        (_, last) = host.firn_shows(&["status", "job"])?;
         let now = &last["containers"][0]["transaction"];
         Ok((now["phase"] == phase && now["of"].as_u64() > Some(0)).then(|| now.clone()))
     });

@@ -5,7 +5,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, StallFs, on};
 use firn_node::{Platform, wait_for};
-use serde_json::Value;
 
 use crate::{MIB, STORE};
 
@@ -16,7 +15,7 @@ const JOBS: [&str; 2] = ["one", "two"];
 
 /// Whether firn ps shows that both are copied.
 fn are_copied(host: &GpuHost) -> Result<bool> {
-    let shown: Value = serde_json::from_str(&host.node().run(&["firn", "ps", "--json"])?.stdout)?;
+    let shown = host.firn(&["ps"])?;
     let all = shown["containers"].as_array().context("no list")?;
     let copied = all
         .iter()

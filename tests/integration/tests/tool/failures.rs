@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, GpuHost, STOCK, failure, on};
 use firn_node::{Platform, wait_for};
 
-use super::{LIMIT, counter, firn, host, nothing_left};
+use super::{LIMIT, counter, host, nothing_left};
 
 /// `firn` with these words fails with this code, and names a remedy.
 pub fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<String> {
@@ -89,7 +89,7 @@ pub fn what_is_in_the_way_is_refused_before_the_pause(platform: Platform) -> Res
 
 /// What is asked of this node, or of a container that it does not have under firn.
 fn restores_are_refused(host: &GpuHost, job: &Container<'_>) -> Result<()> {
-    firn(host, &["checkpoint", "job", "checkpoint/job"])?;
+    host.firn(&["checkpoint", "job", "checkpoint/job"])?;
     refused(host, &["restore", "checkpoint/job"], "FIRN-EXISTS")?;
     refused(
         host,
@@ -206,7 +206,7 @@ pub fn an_interrupted_checkpoint_leaves_nothing(platform: Platform) -> Result<()
                 nothing_left(host)?;
             }
         }
-        firn(host, &["checkpoint", "job", "checkpoint/job"])?;
+        host.firn(&["checkpoint", "job", "checkpoint/job"])?;
         job.goes_on(3)?;
         host.remove_image("checkpoint/job")?;
         job.remove()?;
@@ -217,7 +217,7 @@ pub fn an_interrupted_checkpoint_leaves_nothing(platform: Platform) -> Result<()
 pub fn a_restore_that_fails_leaves_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "to-rfail", 1)?], |[host]| {
         let job = counter(host)?;
-        firn(host, &["checkpoint", "job", "/srv/job.tar", "--exit"])?;
+        host.firn(&["checkpoint", "job", "/srv/job.tar", "--exit"])?;
         job.forget()?;
         host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
         let output = failure(host.node().run(&["firn", "restore", "/srv/job.tar"]))?;
@@ -241,7 +241,7 @@ pub fn a_restore_that_fails_leaves_nothing(platform: Platform) -> Result<()> {
             .run(&["sh", "-c", "head -c 3000000 /srv/job.tar >/srv/part.tar"])?;
         failure(host.node().run(&["firn", "restore", "/srv/part.tar"]))?;
         nothing_left(host)?;
-        firn(host, &["restore", "/srv/job.tar"])?;
+        host.firn(&["restore", "/srv/job.tar"])?;
         super::copy(host, "job", &host.uuids()[..1])?.remove()?;
         nothing_left(host)?;
         host.idle()

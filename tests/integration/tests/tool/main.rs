@@ -12,7 +12,6 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, on};
 use firn_node::Platform;
-use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -26,12 +25,6 @@ fn counter(host: &GpuHost) -> Result<Container<'_>> {
     let job = Container::count(host, "job", &["0"], 1, &[])?;
     job.goes_on(3)?;
     Ok(job)
-}
-
-/// `firn` with these words, which succeeds. Returns its JSON.
-fn firn(host: &GpuHost, words: &[&str]) -> Result<Value> {
-    let output = host.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout;
-    serde_json::from_str(&output).with_context(|| output.clone())
 }
 
 /// The counter of a copy goes on without a step left out, on these GPUs.
@@ -62,7 +55,7 @@ fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
     on([host(platform, "to-ref", 1)?], |[host]| {
         let before = blobs(host)?;
         let job = counter(host)?;
-        let done = firn(host, &["checkpoint", "job", "checkpoint/one"])?;
+        let done = host.firn(&["checkpoint", "job", "checkpoint/one"])?;
         ensure!(done["kind"] == "ref" && done["exited"] == false, "{done}");
         ensure!(done["bytes"].as_u64() > Some(8 << 20), "{done}");
         let phases: Vec<&str> = done["phases"]
@@ -78,7 +71,7 @@ fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
         // A second one of the same container: containerd 1.7 has its spec already. An attached client deletes
         // the task as soon as it ends.
         let attached = host.node().spawn(&["ctr", "tasks", "attach", "job"])?;
-        firn(host, &["checkpoint", "job", "checkpoint/two", "--exit"])?;
+        host.firn(&["checkpoint", "job", "checkpoint/two", "--exit"])?;
         { attached }.wait()?;
         ensure!(job.status().is_err(), "the task is left");
         job.forget()?;
@@ -89,7 +82,7 @@ fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
             copy.remove()?;
         }
         for image in ["checkpoint/one", "checkpoint/two"] {
-            let done = firn(host, &["restore", image])?;
+            let done = host.firn(&["restore", image])?;
             ensure!(
                 done["container"] == "job" && done["pid"].as_u64() > Some(1),
                 "{done}"
@@ -117,37 +110,31 @@ fn a_restore_chooses_name_and_gpus(platform: Platform) -> Result<()> {
         let [first, second] = &host.uuids()[..] else {
             anyhow::bail!("two GPUs");
         };
-        let plan = firn(
-            host,
-            &[
-                "restore",
-                "checkpoint/job",
-                "--name",
-                "twin",
-                "--gpus",
-                "1",
-                "--dry-run",
-            ],
-        )?;
+        let plan = host.firn(&[
+            "restore",
+            "checkpoint/job",
+            "--name",
+            "twin",
+            "--gpus",
+            "1",
+            "--dry-run",
+        ])?;
         let map = &plan["map"][0];
         ensure!(map["old"] == **first && map["new"] == **second, "{plan}");
         ensure!(plan["pid"].is_null(), "{plan}");
         nothing_left_but_images(host)?;
         // While the source runs, under another name.
-        firn(
-            host,
-            &["restore", "checkpoint/job", "--name", "twin", "--gpus", "1"],
-        )?;
+        host.firn(&["restore", "checkpoint/job", "--name", "twin", "--gpus", "1"])?;
         let twin = Container::known(host, "twin").counting(1).moved_before();
         twin.goes_on(3)?;
         ensure!(twin.gpus_in_use()? == host.uuids()[1..]);
         job.goes_on(3)?;
         // A copy of the copy: its spec has a map of its own.
-        firn(host, &["checkpoint", "twin", "checkpoint/twin", "--exit"])?;
+        host.firn(&["checkpoint", "twin", "checkpoint/twin", "--exit"])?;
         twin.forget()?;
         let map = format!("{second}={first}");
         job.remove()?;
-        firn(host, &["restore", "checkpoint/twin", "--gpu-map", &map])?;
+        host.firn(&["restore", "checkpoint/twin", "--gpu-map", &map])?;
         let twin = Container::known(host, "twin").counting(1).moved_before();
         twin.goes_on(3)?;
         ensure!(twin.gpus_in_use()? == host.uuids()[..1]);
@@ -173,13 +160,13 @@ fn a_file_goes_to_another_node_and_ctr_imports_it(platform: Platform) -> Result<
         [host(platform, "to-file-a", 1)?, host(platform, "to-file-b", 3)?],
         |[a, b]| {
             let job = counter(a)?;
-            let done = firn(a, &["checkpoint", "job", "/srv/job.tar", "--exit"])?;
+            let done = a.firn(&["checkpoint", "job", "/srv/job.tar", "--exit"])?;
             ensure!(done["kind"] == "file", "{done}");
             job.forget()?;
             nothing_left(a)?;
             let file = "/srv/job.tar";
             b.node().install(a.node().path(file), file, 0o600)?;
-            firn(b, &["restore", file, "--log", "/srv/log"])?;
+            b.firn(&["restore", file, "--log", "/srv/log"])?;
             copy(b, "job", &b.uuids()[..1])?.remove()?;
             nothing_left(b)?;
             // Under the name that the file has for it.
@@ -193,7 +180,7 @@ fn a_file_goes_to_another_node_and_ctr_imports_it(platform: Platform) -> Result<
             b.node()
                 .run(&[&export[..], &["/srv/ctr.tar", "checkpoint/job"]].concat())?;
             b.remove_image("checkpoint/job")?;
-            firn(b, &["restore", "/srv/ctr.tar", "--name", "copy", "--gpus", "1"])?;
+            b.firn(&["restore", "/srv/ctr.tar", "--name", "copy", "--gpus", "1"])?;
             copy(b, "copy", &b.uuids()[1..])?.remove()?;
             a.idle()?;
             b.idle()
@@ -204,20 +191,20 @@ fn a_file_goes_to_another_node_and_ctr_imports_it(platform: Platform) -> Result<
 fn a_directory_is_restored_into_its_container(platform: Platform) -> Result<()> {
     on([host(platform, "to-dir", 1)?], |[host]| {
         let job = counter(host)?;
-        let done = firn(host, &["checkpoint", "job", "/srv/image"])?;
+        let done = host.firn(&["checkpoint", "job", "/srv/image"])?;
         ensure!(
             done["kind"] == "dir" && done["bytes"].as_u64() > Some(8 << 20),
             "{done}"
         );
         job.goes_on(3)?;
         host.node().run(&["test", "-s", "/srv/image/rootfs-diff.tar"])?;
-        firn(host, &["checkpoint", "job", "/srv/last", "--exit"])?;
+        host.firn(&["checkpoint", "job", "/srv/last", "--exit"])?;
         ensure!(job.status().is_err(), "the task is left");
         let restore = ["restore", "/srv/last", "--name", "job"];
-        firn(host, &restore)?;
+        host.firn(&restore)?;
         job.goes_on(3)?;
         ensure!(job.gpus_in_use()? == host.uuids()[..1]);
-        firn(host, &["checkpoint", "job", "/srv/again", "--exit"])?;
+        host.firn(&["checkpoint", "job", "/srv/again", "--exit"])?;
         onto_other_gpus(host, &job)?;
         job.remove()?;
         nothing_left(host)?;
@@ -239,27 +226,24 @@ fn onto_other_gpus(host: &GpuHost, job: &Container<'_>) -> Result<()> {
     }
     let known = || host.node().run(&["ctr", "containers", "info", "--spec", "job"]);
     let before = known()?.stdout;
-    let plan = firn(host, &with(&["--dry-run"]))?;
+    let plan = host.firn(&with(&["--dry-run"]))?;
     ensure!(
         plan["map"][0]["new"] == **first && plan["pid"].is_null(),
         "{plan}"
     );
-    let plan = firn(host, &with(&["--gpus", "1", "--dry-run"]))?;
+    let plan = host.firn(&with(&["--gpus", "1", "--dry-run"]))?;
     ensure!(
         plan["map"][0]["old"] == **first && plan["map"][0]["new"] == **second,
         "{plan}"
     );
     ensure!(job.status().is_err(), "a task is there");
-    firn(host, &with(&["--gpus", "1"]))?;
+    host.firn(&with(&["--gpus", "1"]))?;
     job.goes_on(3)?;
     ensure!(job.gpus_in_use()? == host.uuids()[1..]);
-    firn(host, &["checkpoint", "job", "/srv/second", "--exit"])?;
+    host.firn(&["checkpoint", "job", "/srv/second", "--exit"])?;
     // Of the spec's own GPU again.
     let map = format!("{second}={first}");
-    firn(
-        host,
-        &["restore", "/srv/second", "--name", "job", "--gpu-map", &map],
-    )?;
+    host.firn(&["restore", "/srv/second", "--name", "job", "--gpu-map", &map])?;
     job.goes_on(3)?;
     ensure!(job.gpus_in_use()? == host.uuids()[..1]);
     let after = known()?.stdout;

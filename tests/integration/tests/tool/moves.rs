@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use firn_lab::{Container, GpuHost, IMAGE, failure, on};
 use firn_node::{Node, Platform};
 use serde_json::Value;
@@ -80,8 +80,7 @@ fn wire(a: &GpuHost, what: &str) -> Result<()> {
 const MOVE: [&str; 6] = ["firn", "move", "job", "root@other", "--ssh", "other-ssh"];
 
 fn moved(a: &GpuHost, more: &[&str]) -> Result<Value> {
-    let output = a.node().run(&[&MOVE[..], more, &["--json"]].concat())?.stdout;
-    serde_json::from_str(&output).with_context(|| output.clone())
+    a.firn(&[&MOVE[1..], more].concat())
 }
 
 fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {

@@ -5,7 +5,7 @@ use firn_lab::{FIRN, GpuHost, IMAGE, LOG, Lines, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
 use super::failures::refused;
-use super::{LIMIT, copy, firn, host};
+use super::{LIMIT, copy, host};
 
 const BUNDLE: &str = "/run/containerd/io.containerd.runtime.v2.task/other/job";
 
@@ -56,7 +56,7 @@ pub fn a_container_of_another_namespace_is_as_any_other(platform: Platform) -> R
             &["checkpoint", "job", "checkpoint/job"],
             "FIRN-NO-CONTAINER",
         )?;
-        let done = firn(host, &["checkpoint", "job", "checkpoint/job", "-n", "other"])?;
+        let done = host.firn(&["checkpoint", "job", "checkpoint/job", "-n", "other"])?;
         ensure!(done["namespace"] == "other", "{done}");
         goes_on(host)?;
         ensure!(
@@ -66,13 +66,10 @@ pub fn a_container_of_another_namespace_is_as_any_other(platform: Platform) -> R
         refused(host, &["restore", "checkpoint/job"], "FIRN-NO-IMAGE")?;
         refused(host, &["restore", "checkpoint/job", "-n", "other"], "FIRN-EXISTS")?;
         let before = goes_on(host)?;
-        firn(
-            host,
-            &["checkpoint", "job", "/srv/job.tar", "--exit", "-n", "other"],
-        )?;
+        host.firn(&["checkpoint", "job", "/srv/job.tar", "--exit", "-n", "other"])?;
         node.run(&["ctr", "-n", "other", "containers", "delete", "job"])?;
         for from in ["checkpoint/job", "/srv/job.tar"] {
-            let done = firn(host, &["restore", from, "-n", "other"])?;
+            let done = host.firn(&["restore", from, "-n", "other"])?;
             ensure!(
                 done["namespace"] == "other" && done["pid"].as_u64() > Some(1),
                 "{done}"
@@ -82,7 +79,7 @@ pub fn a_container_of_another_namespace_is_as_any_other(platform: Platform) -> R
                 from != "/srv/job.tar" || reached > before,
                 "{reached} after {before}"
             );
-            let shown = firn(host, &["ps"])?["containers"][0].take();
+            let shown = host.firn(&["ps"])?["containers"][0].take();
             ensure!(
                 shown["namespace"] == "other" && shown["gpus"][0]["index"] == 0,
                 "{shown}"
@@ -96,7 +93,7 @@ pub fn a_container_of_another_namespace_is_as_any_other(platform: Platform) -> R
         // Where the image of its root file system is.
         let output = refused(host, &["restore", "/srv/job.tar", "-n", "third"], "FIRN-NO-IMAGE")?;
         ensure!(output.contains(IMAGE), "{output}");
-        firn(host, &["restore", "/srv/job.tar"])?;
+        host.firn(&["restore", "/srv/job.tar"])?;
         copy(host, "job", &host.uuids()[..1])?.remove()?;
         node.run(&["ctr", "-n", "other", "images", "rm", "--sync", "checkpoint/job"])?;
         super::nothing_left(host)?;

@@ -5,7 +5,7 @@ use firn_lab::{GpuHost, failure, on};
 use firn_node::{Node, Platform, link, wait_for};
 
 use super::moves::{knows_nothing, pair};
-use super::{LIMIT, copy, counter, firn, nothing_left};
+use super::{LIMIT, copy, counter, nothing_left};
 
 /// What an unpacked package has not made.
 const SET_UP: &str = "mkdir -p /run/sshd /root/.ssh; chmod 700 /root/.ssh
@@ -72,13 +72,13 @@ pub fn a_container_moves_over_ssh(platform: Platform) -> Result<()> {
         serve(b.node())?;
         refused(&["IDENTIFICATION HAS CHANGED", "another host key"])?;
         trust(a, b)?;
-        let checked = firn(a, &["move", "job", &target, "--dry-run"])?;
+        let checked = a.firn(&["move", "job", &target, "--dry-run"])?;
         ensure!(
             checked["dry_run"] == true && job.status()? == "RUNNING",
             "{checked}"
         );
         let before = job.goes_on(3)?;
-        let done = firn(a, &["move", "job", &target, "--gpus", "1"])?;
+        let done = a.firn(&["move", "job", &target, "--gpus", "1"])?;
         ensure!(
             done["to"] == *target && done["bytes"].as_u64() > Some(8 << 20),
             "{done}"
