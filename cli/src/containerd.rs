@@ -4,6 +4,7 @@
 //! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
 //! prost; `()` skips all fields.
 
+mod called;
 mod containers;
 mod content;
 mod cri;
@@ -31,6 +32,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
+pub use called::bundles_called;
 pub use content::{Content, Descriptor, Image, next};
 pub use cri::Recorded;
 pub use events::{Phase, Phases};
@@ -63,7 +65,7 @@ const CONNECT: Duration = Duration::from_secs(10);
 const WINDOW: u32 = 8 << 20;
 
 /// Where the container is.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct ContainerdArgs {
     /// Namespace of the container in containerd.
     #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
@@ -73,7 +75,7 @@ pub struct ContainerdArgs {
 }
 
 /// The option that names containerd's socket.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct Socket {
     /// containerd's socket; that of k3s is /run/k3s/containerd/containerd.sock.
     #[arg(

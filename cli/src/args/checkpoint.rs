@@ -26,7 +26,8 @@ Exit status: 0 done, 1 failed: the container goes on as before, and nothing is l
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct CheckpointArgs {
-    /// Id of the container. With --pod: the directory that gets the images; firn makes it if it is not there.
+    /// Id of the container, or nerdctl's name of it. With --pod: the directory that gets the images; firn
+    /// makes it if it is not there.
     #[arg(value_name = "CONTAINER")]
     pub container: String,
     /// What the checkpoint becomes: the name of an image, a tar file, or a directory.

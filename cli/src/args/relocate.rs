@@ -19,7 +19,7 @@ on here, or the error names what to do, 2 wrong usage.";
 /// there; it is removed here once the copy runs. After a failure it goes on here. If the connection is lost
 /// while the copy may have begun to run, the container stays paused here, and the error names what to do. The
 /// other node needs firn, the same driver, and a root login by key.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(after_help = HELP)]
 pub struct MoveArgs {
     /// Id of the container.

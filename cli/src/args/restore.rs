@@ -11,7 +11,8 @@ const HELP: &str = "Examples:
   firn restore checkpoint/job
   firn restore job.tar --name job2 --gpus 2,3
   firn restore checkpoint/job --gpus 1 --dry-run
-  firn restore ./images/job --name job
+  firn restore ./images/job --into job
+  firn restore checkpoint/web --into web
   firn restore --dir /srv/job job
 
 A path begins with /, ./ or ../, or ends with / or .tar; - is standard input. Other names are images, unless \
@@ -23,9 +24,10 @@ it is left, 2 wrong usage.";
 /// Restore a container from a checkpoint.
 ///
 /// From an image (REF) or a tar file (FILE), of firn or of `ctr containers checkpoint --rw --task`,
-/// containerd gets a new container. An image directory (DIR), such as one that an error of firn names, is
-/// restored into a container that containerd still knows (`ctr containers list`) and that has no task
-/// (`ctr tasks delete --force ID`); the directory stays. ctr and nerdctl manage the container afterwards.
+/// containerd gets a new container, or --into names one that it knows. An image directory (DIR), such as one
+/// that an error of firn names, is restored into a container that containerd still knows
+/// (`ctr containers list`) and that has no task (`ctr tasks delete --force ID`); the directory stays. ctr and
+/// nerdctl manage the container afterwards.
 #[derive(Debug, Args)]
 #[command(after_help = HELP)]
 pub struct RestoreArgs {
@@ -33,9 +35,14 @@ pub struct RestoreArgs {
     #[arg(value_name = "REF|FILE|DIR")]
     pub from: String,
     /// The image directory; the argument is the container's id then.
-    #[arg(long, conflicts_with_all = ["name", "kind", "explain"])]
+    #[arg(long, conflicts_with_all = ["name", "kind", "explain", "into"])]
     pub dir: Option<PathBuf>,
-    /// Id of the container. Default: that of the source; an image directory needs it.
+    /// Container to restore into, which containerd knows and which has no task that runs, such as one of
+    /// `nerdctl create`: its id or nerdctl's name of it. The files that the source had written are written
+    /// over its own.
+    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["name", "explain"])]
+    pub into: Option<String>,
+    /// Id of the container. Default: that of the source.
     #[arg(long, value_name = "ID")]
     pub name: Option<String>,
     /// GPUs of this node, by UUID or by the index of nvidia-smi, with commas: as many as the checkpoint has.
@@ -61,7 +68,8 @@ pub struct RestoreArgs {
     pub work_dir: PathBuf,
     #[command(flatten)]
     pub containerd: ContainerdArgs,
-    /// File that receives what the container writes to its standard output and error; without, nothing does.
+    /// File that receives what the container writes to its standard output and error. Without, nothing does,
+    /// or what nerdctl has chosen for its container.
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
     /// Print JSON.

@@ -15,7 +15,7 @@ use firn_transaction::cgroup::Cgroup;
 use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;
-use crate::containerd::BUNDLES;
+use crate::containerd::{BUNDLES, bundles_called};
 use crate::view::args::SubjectArgs;
 
 /// Flag of a thread of the kernel, in its stat.
@@ -98,14 +98,15 @@ impl Subject {
         if id.contains('/') || namespace.contains('/') {
             bail!("{id} is neither an image directory, a pid nor the id of a container");
         }
-        let bundle = state.join(BUNDLES).join(namespace).join(id);
-        if !bundle.is_dir() {
-            bail!(
+        let bundle = match &bundles_called(&state.join(BUNDLES).join(namespace), id)[..] {
+            [bundle] => bundle.clone(),
+            [] => bail!(
                 "no container {id} runs in namespace {namespace}. hint: --namespace, or --state where \
                  containerd's is not {}",
                 state.display()
-            );
-        }
+            ),
+            _ => bail!("several containers are called {id}. hint: `firn ps` shows their whole ids"),
+        };
         Self::of_bundle(format!("container {id} in namespace {namespace}"), &bundle)
     }
 

@@ -15,6 +15,12 @@ pub enum CheckpointError {
     #[error("containerd knows no container {id} in namespace {namespace}")]
     #[problem("FIRN-NO-CONTAINER", "see `ctr containers list` and --namespace")]
     NoContainer { id: String, namespace: String },
+    #[error("several containers are called {word}")]
+    #[problem(
+        "FIRN-SEVERAL-CONTAINERS",
+        "give the whole id: `ctr containers list` shows them"
+    )]
+    Several { word: String },
     #[error("container {id} does not run")]
     #[problem(
         "FIRN-NOT-RUNNING",

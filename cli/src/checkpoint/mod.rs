@@ -71,20 +71,26 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
             explain::print(args, &place);
             return Ok(true);
         }
-        Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|bytes| (place, bytes)),
+        Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|(id, bytes)| (place, id, bytes)),
         Err(ambiguous) => Err(ambiguous.into()),
     };
     match done {
-        Ok((place, bytes)) => {
-            print(args, &place, bytes, begun, &steps)?;
+        Ok((place, id, bytes)) => {
+            print(args, (&id, &place), bytes, begun, &steps)?;
             Ok(true)
         }
         Err(error) => output::failed(args.json, error.shown()),
     }
 }
 
-fn print(args: &CheckpointArgs, place: &Place, bytes: u64, begun: Instant, steps: &Steps) -> Result<()> {
-    let (id, took, shown) = (&args.container, begun.elapsed(), place.shown());
+fn print(
+    args: &CheckpointArgs,
+    (id, place): (&str, &Place),
+    bytes: u64,
+    begun: Instant,
+    steps: &Steps,
+) -> Result<()> {
+    let (took, shown) = (begun.elapsed(), place.shown());
     if args.json {
         return output::json(&Printed::Container(Done {
             container: id,
@@ -103,11 +109,16 @@ fn print(args: &CheckpointArgs, place: &Place, bytes: u64, begun: Instant, steps
     Ok(())
 }
 
-/// Returns the bytes of the checkpoint.
-async fn checkpoint(args: &CheckpointArgs, place: &Place, steps: &mut Steps) -> Result<u64, CheckpointError> {
-    let (id, namespace) = (&args.container, args.namespace());
+/// Returns the container's id and the bytes of the checkpoint.
+async fn checkpoint(
+    args: &CheckpointArgs,
+    place: &Place,
+    steps: &mut Steps,
+) -> Result<(String, u64), CheckpointError> {
+    let namespace = args.namespace();
     let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
-    let found = Source::find(&containerd, namespace, id).await?;
+    let found = Source::find(&containerd, namespace, &args.container).await?;
+    let id = found.container.id.clone();
     if !matches!(place, Place::Dir(_)) {
         found.expect_base()?;
     }
@@ -145,7 +156,7 @@ async fn checkpoint(args: &CheckpointArgs, place: &Place, steps: &mut Steps) -> 
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }
     match (done, ended) {
-        (done, Ok(())) => done,
+        (done, Ok(())) => done.map(|bytes| (id, bytes)),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {
             note!("firn: {}", error.shown());

@@ -52,12 +52,25 @@ pub struct Source {
 
 impl Source {
     /// Looks the container up, which no other command of firn may work on. Changes nothing.
-    pub async fn find(containerd: &Containerd, namespace: &str, id: &str) -> Result<Found, CheckpointError> {
-        let (id, namespace) = (id.to_owned(), namespace.to_owned());
-        let container = match containerd.container(&id).await {
-            Err(error) if error.is_absent() => return Err(CheckpointError::NoContainer { id, namespace }),
-            container => container?,
+    pub async fn find(
+        containerd: &Containerd,
+        namespace: &str,
+        word: &str,
+    ) -> Result<Found, CheckpointError> {
+        let namespace = namespace.to_owned();
+        let container = match <[Container; 1]>::try_from(containerd.called(word).await?) {
+            Ok([container]) => container,
+            Err(none) if none.is_empty() => {
+                let id = word.to_owned();
+                return Err(CheckpointError::NoContainer { id, namespace });
+            }
+            Err(_) => {
+                return Err(CheckpointError::Several {
+                    word: word.to_owned(),
+                });
+            }
         };
+        let id = container.id.clone();
         // Order matters: a pause that the other command has made is not how the container was found.
         let alone =
             Alone::take(Path::new(names::COMMANDS), &namespace, &id).map_err(CheckpointError::Lock)?;

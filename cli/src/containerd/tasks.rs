@@ -41,8 +41,9 @@ const SIGKILL: u32 = 9;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
     Running,
+    Stopped,
     Paused,
-    /// Created, stopped, or about to be paused.
+    /// Created, or about to be paused.
     Other,
 }
 
@@ -56,6 +57,7 @@ impl Containerd {
         };
         Ok(Some(match got.process.map(|process| process.status) {
             Some(2) => TaskState::Running,
+            Some(3) => TaskState::Stopped,
             Some(4) => TaskState::Paused,
             _ => TaskState::Other,
         }))

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::args::Where;
 use super::transaction::{self, State, Transaction};
-use crate::containerd::BUNDLES;
+use crate::containerd::{BUNDLES, bundles_called};
 use crate::install::running;
 use crate::text;
 
@@ -76,13 +76,17 @@ pub struct Shown<'a> {
     resume: Option<String>,
 }
 
-/// All of them, or those of one id.
+/// All of them, or those that a user calls so.
 pub fn find(at: &Where, only: Option<&str>) -> Result<Vec<Container>> {
     let state = &at.state;
     fs::metadata(state).with_context(|| format!("read {}, containerd's state directory", state.display()))?;
     let mut found = Vec::new();
     for namespace in entries(&state.join(BUNDLES), at.namespace.as_deref())? {
-        for bundle in entries(&namespace, only)? {
+        let bundles = match only {
+            Some(word) => bundles_called(&namespace, word),
+            None => entries(&namespace, None)?,
+        };
+        for bundle in bundles {
             found.extend(Container::of_bundle(&bundle)?);
         }
     }

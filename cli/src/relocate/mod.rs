@@ -66,17 +66,19 @@ printed! { Done<'_>: "move" }
 /// True: done.
 pub fn run(args: &MoveArgs) -> Result<bool> {
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
-    let done = match block_on(find(args))? {
+    let mut args = args.clone();
+    let done = match block_on(find(&args))? {
         // Not in a future: it waits for firn-gpu.
         Ok(found) => {
+            args.container.clone_from(&found.container.id);
             let own = check::own_gpus(&found.container.spec());
-            block_on(moved(args, found, own.as_ref(), &mut steps))?
+            block_on(moved(&args, found, own.as_ref(), &mut steps))?
         }
         Err(error) => Err(error),
     };
     match done {
         Ok((bytes, answer)) => {
-            print(args, bytes, &answer, begun, &steps)?;
+            print(&args, bytes, &answer, begun, &steps)?;
             Ok(true)
         }
         Err(error) => output::failed(args.json, error.shown()),

@@ -13,8 +13,9 @@ use tokio::time::sleep;
 
 use super::error::RestoreError;
 use super::gpus::Here;
+use super::named::is_id;
 use super::unpack::unpack;
-use super::{Restored, STDIN, dir, gpus};
+use super::{Restored, STDIN, dir, gpus, into};
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, Container, Containerd, Image, Runtime, Snapshot};
@@ -27,6 +28,9 @@ use crate::work_dir::WorkDir;
 /// Largest manifest and spec that are read.
 const MAX_BYTES: u64 = 16 << 20;
 
+/// Annotation in which nerdctl names its directory of a container.
+const NERDCTL_STATE: &str = "nerdctl/state-dir";
+
 /// How long the end of a container may take whose restore has failed.
 const END: Duration = Duration::from_secs(60);
 
@@ -35,17 +39,17 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// What a restore has made, in this order.
 #[derive(Default)]
-struct Made {
+pub(super) struct Made {
     image: Option<String>,
     snapshot: Option<(String, String)>,
     container: Option<Container>,
-    task: bool,
+    /// Id of a container that may have a task.
+    pub task_of: Option<String>,
 }
 
-/// Restores into a new container, or shows whether that would be accepted.
+/// Restores into a new container or into the one that is named, or shows whether that would be accepted.
 pub async fn restore(
-    args: &RestoreArgs,
-    here: Option<&Here>,
+    (args, here): (&RestoreArgs, Option<&Here>),
     place: &Place,
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
@@ -59,11 +63,22 @@ pub async fn restore(
     );
     let containerd = plain.with_lease(&lease).await?;
     let mut made = Made::default();
-    let work = restored((args, here), place, &containerd, &mut made, steps);
+    let work = async {
+        let index = index(place, &containerd, steps).await?;
+        match &args.into {
+            Some(word) => into::restored((args, here), (&index, word), &containerd, &mut made, steps).await,
+            None => restored((args, here), &index, &containerd, &mut made, steps).await,
+        }
+    };
     let done = match interrupts.unless(work).await {
         Some(done) => done,
         None => Err(RestoreError::Interrupted {
-            id: args.name.clone().unwrap_or(args.from.clone()),
+            id: args
+                .name
+                .as_ref()
+                .or(args.into.as_ref())
+                .unwrap_or(&args.from)
+                .clone(),
         }),
     };
     let left = match &done {
@@ -84,33 +99,28 @@ pub async fn restore(
 
 async fn restored(
     (args, here): (&RestoreArgs, Option<&Here>),
-    place: &Place,
+    index: &Index,
     containerd: &Containerd,
     made: &mut Made,
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
-    let index = index(place, containerd, steps).await?;
     let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
-    let (type_url, mut spec) = spec(containerd, &index).await?;
-    let id = named(args, &index, &spec)?;
+    let (type_url, mut spec) = spec(containerd, index).await?;
+    let id = named(args, index, &spec)?;
     if spec.is_cri() {
         return Err(RestoreError::Kubernetes { id });
     }
+    expect_files_of_nerdctl(&spec, &id)?;
     let key = Snapshot {
         snapshotter: index.snapshotter(),
         key: &id,
     };
     expect_none(containerd, &id, key).await?;
-    let base = base(containerd, &index, made).await?;
+    let base = base(containerd, index, made).await?;
     let manifest = manifest(containerd, &checkpoint).await?;
     gpus::choose(args, here, &mut spec, manifest.as_ref())?;
-    own_cgroup(&mut spec, &index, &id, &args.containerd.namespace)?;
-    let mut restored = Restored {
-        id: id.clone(),
-        pid: None,
-        map: Vec::new(),
-        bytes: index.bytes(),
-    };
+    own_cgroup(&mut spec, index, &id, &args.containerd.namespace)?;
+    let mut restored = Restored::new(&id, index.bytes());
     if let (true, Some(here)) = (args.dry_run, here) {
         restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
         return Ok(restored);
@@ -119,11 +129,11 @@ async fn restored(
     let work = WorkDir::make(&args.work_dir, &id)?;
     unpack(containerd, &checkpoint, work.path(), steps).await?;
     steps.begin("files");
-    files(containerd, &index, &base, key, made).await?;
+    files(containerd, index, &base, key, made).await?;
     let container = Container {
         id: id.clone(),
         image: index.base().to_owned(),
-        runtime: Some(runtime(containerd, &index).await?),
+        runtime: Some(runtime(containerd, index).await?),
         spec: Some(Any {
             type_url,
             value: spec.into_value().to_string().into_bytes(),
@@ -135,7 +145,7 @@ async fn restored(
     containerd.create_container(container.clone()).await?;
     let container = &*made.container.insert(container);
     steps.begin("restore");
-    made.task = true;
+    made.task_of = Some(id.clone());
     let start = dir::start(containerd, container, work.path(), args.log.as_deref());
     let place = (&*args.containerd.namespace, &*id);
     restored.pid = Some(steps.follow(containerd, place, start).await?);
@@ -191,11 +201,15 @@ fn named(args: &RestoreArgs, index: &Index, spec: &Spec) -> Result<String, Resto
     }
 }
 
-/// What containerd takes for the id of a container, which never is a path.
-fn is_id(word: &str) -> bool {
-    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    word.len() <= 76 && word.chars().all(fits) && ends(word.chars().next()) && ends(word.chars().last())
+/// nerdctl keeps files of a container that its spec mounts, and its hook of the spec needs.
+fn expect_files_of_nerdctl(spec: &Spec, id: &str) -> Result<(), RestoreError> {
+    match spec.annotation(NERDCTL_STATE) {
+        Some(dir) if !Path::new(dir).is_dir() => Err(RestoreError::Nerdctl {
+            id: id.to_owned(),
+            dir: dir.to_owned(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// containerd's clients name the cgroup after the container: `/NAMESPACE/ID`, `SLICE:PREFIX:ID`.
@@ -236,7 +250,11 @@ async fn expect_none(containerd: &Containerd, id: &str, snapshot: Snapshot<'_>) 
 }
 
 /// The image of the root file system: containerd's, or one that comes with the checkpoint.
-async fn base(containerd: &Containerd, index: &Index, made: &mut Made) -> Result<BaseImage, RestoreError> {
+pub(super) async fn base(
+    containerd: &Containerd,
+    index: &Index,
+    made: &mut Made,
+) -> Result<BaseImage, RestoreError> {
     let name = index.base();
     let image = containerd.image(name).await?.and_then(|image| image.target);
     let brought = index
@@ -274,7 +292,7 @@ async fn base(containerd: &Containerd, index: &Index, made: &mut Made) -> Result
 }
 
 /// firn's manifest in the archive of the processes; none if firn has not made it.
-async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Manifest>, RestoreError> {
+pub(super) async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Manifest>, RestoreError> {
     let bytes = oci_image::manifest(containerd, part).await?;
     let manifest = bytes.map(|bytes| Manifest::decode(&bytes, Path::new(names::MANIFEST)));
     Ok(manifest.transpose()?)
@@ -330,12 +348,11 @@ async fn runtime(containerd: &Containerd, index: &Index) -> Result<Runtime, Rest
 impl Made {
     /// Removes all of it. Returns the container whose task may be left, and may run.
     async fn discard(self, containerd: &Containerd) -> Option<String> {
-        let mut left = None;
-        if let Some(container) = &self.container {
-            let id = &container.id;
-            if self.task && !end(containerd, id).await {
-                left = Some(id.clone());
-            }
+        let left = match self.task_of {
+            Some(id) if !end(containerd, &id).await => Some(id),
+            _ => None,
+        };
+        if let Some(Container { id, .. }) = &self.container {
             report(&format!("container {id}"), containerd.delete_container(id).await);
         }
         if let Some((snapshotter, key)) = &self.snapshot {
@@ -378,30 +395,5 @@ fn report(what: &str, removed: Result<(), crate::containerd::CallError>) {
         && !error.is_absent()
     {
         note!("firn: {what} is left: {error}");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_in_a_checkpoint_is_no_path() {
-        assert!(["job", "a-1_b.c", "0"].into_iter().all(is_id));
-        let long = "a".repeat(77);
-        for word in [
-            "",
-            ".",
-            "..",
-            "../../srv/x",
-            "/srv/x",
-            "a/b",
-            "-a",
-            "a-",
-            "a b",
-            &long,
-        ] {
-            assert!(!is_id(word), "{word}");
-        }
     }
 }

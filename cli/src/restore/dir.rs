@@ -15,8 +15,9 @@ use prost::Message;
 use super::Restored;
 use super::error::RestoreError;
 use super::gpus::{self, Here};
+use super::named;
 use crate::args::restore::RestoreArgs;
-use crate::containerd::{Any, Container, Containerd, CreateTask, Mount};
+use crate::containerd::{Any, CallError, Container, Containerd, CreateTask, Mount, TaskState};
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::text;
@@ -24,8 +25,8 @@ use crate::text;
 /// Options of runc's shims, which firn has too.
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
-/// containerd's label of Kubernetes' containers.
-const CRI_LABEL: &str = "io.cri-containerd.kind";
+/// nerdctl's label of where the output of a container goes.
+const NERDCTL_LOG: &str = "nerdctl/log-uri";
 
 /// CRIU writes it at the end of a dump.
 const LAST: &str = "inventory.img";
@@ -46,19 +47,15 @@ struct RestoreOptions {
 pub async fn restore(
     (args, here): (&RestoreArgs, Option<&Here>),
     dir: &Path,
-    id: &str,
+    word: &str,
 ) -> Result<(Restored, Option<PathBuf>), RestoreError> {
     let dir = found(dir)?;
     let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
-    let container = known(&containerd, &args.containerd.namespace, id).await?;
+    let container = named::known(&containerd, &args.containerd.namespace, word).await?;
+    let id = &*container.id;
     let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
     gpus::choose(args, here, &mut spec, manifest.as_ref())?;
-    let mut restored = Restored {
-        id: id.to_owned(),
-        pid: None,
-        map: Vec::new(),
-        bytes: 0,
-    };
+    let mut restored = Restored::new(id, 0);
     if let (true, Some(here)) = (args.dry_run, here) {
         restored.map = gpus::plan(here, &spec, manifest.as_ref(), &dir)?;
         return Ok((restored, Some(dir)));
@@ -68,18 +65,7 @@ pub async fn restore(
         note!("restoring {id} from {} ({size})", dir.display());
     }
     let chosen = container.with_spec(spec);
-    let is_chosen = args.gpus.is_some() || args.gpu_map.is_some();
-    if is_chosen {
-        containerd.update_spec(&chosen).await?;
-    }
-    let started = start(&containerd, &chosen, &dir, args.log.as_deref()).await;
-    // The choice is that of this restore alone: the bundle has it now.
-    if is_chosen && let Err(error) = containerd.update_spec(&container).await {
-        note!(
-            "firn: {id} keeps the annotation {}: {error}",
-            names::ANNOTATION_GPU_MAP
-        );
-    }
+    let started = start_once(&containerd, (&container, &chosen), &dir, args).await;
     if started.is_err()
         && let Err(error) = containerd.delete(id).await
         && !error.is_absent()
@@ -103,23 +89,31 @@ fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
     Ok(dir)
 }
 
-/// The container, if a task can be made of it.
-async fn known(containerd: &Containerd, namespace: &str, id: &str) -> Result<Container, RestoreError> {
-    let id = id.to_owned();
-    let container = match containerd.container(&id).await {
-        Err(error) if error.is_absent() => {
-            let namespace = namespace.to_owned();
-            return Err(RestoreError::NoContainer { id, namespace });
-        }
-        container => container?,
-    };
-    if container.labels.contains_key(CRI_LABEL) {
-        return Err(RestoreError::Kubernetes { id });
+/// Starts a container that containerd knows, with the spec that was chosen for this restore alone. A task
+/// that has ended is deleted before. A failure may leave the new task.
+pub async fn start_once(
+    containerd: &Containerd,
+    (container, chosen): (&Container, &Container),
+    dir: &Path,
+    args: &RestoreArgs,
+) -> Result<u32, RestoreError> {
+    if containerd.task_state(&container.id).await? == Some(TaskState::Stopped) {
+        CallError::removed(containerd.delete(&container.id).await)?;
     }
-    match containerd.has_task(&id).await? {
-        true => Err(RestoreError::HasTask { id }),
-        false => Ok(container),
+    let is_chosen = args.gpus.is_some() || args.gpu_map.is_some();
+    if is_chosen {
+        containerd.update_spec(chosen).await?;
     }
+    let started = start(containerd, chosen, dir, args.log.as_deref()).await;
+    // The bundle has the choice now.
+    if is_chosen && let Err(error) = containerd.update_spec(container).await {
+        note!(
+            "firn: {} keeps the annotation {}: {error}",
+            container.id,
+            names::ANNOTATION_GPU_MAP
+        );
+    }
+    started
 }
 
 /// Makes the task of a container from an image directory, and starts it. A failure may leave the task.
@@ -133,7 +127,8 @@ pub async fn start(
         .map(url)
         .transpose()
         .map_err(ImageError::file("find the log's directory"))?;
-    let log = log.unwrap_or_default();
+    let of_nerdctl = || container.labels.get(NERDCTL_LOG).cloned();
+    let log = log.or_else(of_nerdctl).unwrap_or_default();
     let mounts = containerd.mounts(container).await?;
     start_with(containerd, container, mounts, dir, log).await
 }

@@ -20,10 +20,29 @@ pub enum RestoreError {
          with the same image and options, and restore into that"
     )]
     NoContainer { id: String, namespace: String },
-    #[error("container {id} still has a task")]
+    #[error("several containers are called {word}")]
+    #[problem(
+        "FIRN-SEVERAL-CONTAINERS",
+        "give the whole id: `ctr containers list` shows them"
+    )]
+    Several { word: String },
+    #[error("the root file system of container {id} does not begin with {base}, as that of the checkpoint")]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "make it from that image, with the options of the source"
+    )]
+    OtherBase { id: String, base: String },
+    #[error("nerdctl has removed the files of container {id}: {dir}")]
+    #[problem(
+        "FIRN-RESTORE-CLIENT",
+        "make a container with the options of the source, `nerdctl create --name NAME ... IMAGE`, and \
+         restore into it: `firn restore CHECKPOINT --into NAME`"
+    )]
+    Nerdctl { id: String, dir: String },
+    #[error("container {id} has a task that has not ended")]
     #[problem(
         "FIRN-TASK-EXISTS",
-        "delete it: `ctr tasks delete --force ID`; the image is not touched"
+        "end it: `ctr tasks delete --force ID`; the image is not touched"
     )]
     HasTask { id: String },
     #[error("{what} is there already")]
@@ -34,7 +53,7 @@ pub enum RestoreError {
     )]
     Exists { what: String },
     #[error("the image directory {dir} does not name its container")]
-    #[problem("FIRN-RESTORE-NAME", "add --name ID, the container to restore into")]
+    #[problem("FIRN-RESTORE-NAME", "add --into ID, the container to restore into")]
     NoName { dir: String },
     #[error("container {id} was not restored, and its task may be left: {message}")]
     #[problem(

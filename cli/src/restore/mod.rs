@@ -6,6 +6,8 @@ pub mod dir;
 mod error;
 mod explain;
 mod gpus;
+mod into;
+mod named;
 pub mod unpack;
 
 use std::path::{Path, PathBuf};
@@ -33,6 +35,17 @@ pub struct Restored {
     /// Pairs of GPUs, old and new.
     map: Vec<(String, String)>,
     bytes: u64,
+}
+
+impl Restored {
+    fn new(id: &str, bytes: u64) -> Self {
+        Self {
+            id: id.to_owned(),
+            pid: None,
+            map: Vec::new(),
+            bytes,
+        }
+    }
 }
 
 /// What was restored, or would be.
@@ -88,7 +101,7 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
                 explain::print(args, &place);
                 return Ok(true);
             }
-            Ok(Place::Dir(dir)) => into_known(args, &dir, args.name.as_ref())?,
+            Ok(Place::Dir(dir)) => into_known(args, &dir, args.into.as_ref().or(args.name.as_ref()))?,
             Ok(place) => into_new(args, &place, &mut steps)?.map(|done| (done, None)),
             Err(ambiguous) => Err(ambiguous.into()),
         },
@@ -105,10 +118,10 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     }
 }
 
-/// Into a new container.
+/// Into a new container, or the files and processes into one that containerd knows.
 fn into_new(args: &RestoreArgs, place: &Place, steps: &mut Steps) -> Result<Result<Restored, RestoreError>> {
     Ok(match gpus::Here::look(args) {
-        Ok(here) => block_on(copy::restore(args, here.as_ref(), place, steps))?,
+        Ok(here) => block_on(copy::restore((args, here.as_ref()), place, steps))?,
         Err(error) => Err(error),
     })
 }

@@ -17,7 +17,7 @@ use firn_oci::Spec;
 use prost::Message;
 
 use crate::archive::{Entry, Place as At};
-use crate::containerd::{Any, BUNDLES, Containerd, block_on};
+use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};
 use crate::image::{self, Found, Left};
 use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
 use crate::place::Place;
@@ -52,19 +52,16 @@ impl Subject {
     pub fn of(args: &SubjectArgs) -> Self {
         let text = &args.subject;
         let place = Place::to_read(text, args.kind);
-        let bundle = args
-            .state
-            .join(BUNDLES)
-            .join(&args.containerd.namespace)
-            .join(text);
-        let is_name = !text.contains('/') && !args.containerd.namespace.contains('/') && text != "..";
-        let is_bundle = is_name && text != "." && bundle.is_dir();
-        match &place {
-            Place::Ref(_) if args.kind.is_none() && is_bundle => Self::Container(bundle),
+        let is_name = |word: &str| !word.contains('/') && ![".", ".."].contains(&word);
+        let namespace = &args.containerd.namespace;
+        if args.kind.is_some() || !is_name(text) || !is_name(namespace) {
+            return Self::Checkpoint(place);
+        }
+        let called = bundles_called(&args.state.join(BUNDLES).join(namespace), text);
+        match (&place, <[PathBuf; 1]>::try_from(called)) {
+            (Place::Ref(_), Ok([bundle])) => Self::Container(bundle),
             // A directory that only has the name of the container.
-            Place::Dir(dir) if args.kind.is_none() && is_bundle && !holds_image(dir) => {
-                Self::Container(bundle)
-            }
+            (Place::Dir(dir), Ok([bundle])) if !holds_image(dir) => Self::Container(bundle),
             _ => Self::Checkpoint(place),
         }
     }

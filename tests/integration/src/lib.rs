@@ -37,7 +37,7 @@ pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost};
 pub use matrix::{Case, Skip, on};
 pub use output::{CommandOutput, answer, failure};
-pub use pods::{KUBERNETES, configure_pods, import_pod_images, install_network_plugin};
+pub use pods::{KUBERNETES, configure_pods, crictl, import_pod_images, install_network_plugin};
 pub use stall::StallFs;
 pub use task::{Pending, Task, any, describe};
 

@@ -6,15 +6,19 @@
 use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use anyhow::Result;
-use firn_lab::{Claims, Client, DAY, FIRN, GpuHost, STOCK, SimGpu, Skip, cases, matrix, on};
-use firn_node::{GoOptions, Platform, go_build_of, go_lacks};
+use anyhow::{Result, ensure};
+use firn_lab::{
+    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
+};
+use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
 
 const MODULE: &str = "github.com/containerd/nerdctl/v2";
 const VERSION: &str = "v2.3.5";
 const PROGRAM: &str = "/usr/local/bin/nerdctl";
 const PAGE: &str = include_str!("../../../examples/nerdctl/README.md");
+const LIMIT: Duration = Duration::from_secs(30);
 const COMPOSE: &str = include_str!("../../../examples/nerdctl/compose.yaml");
 
 /// Its tests use a module that is a directory of its repository and no part of what is published.
@@ -101,10 +105,134 @@ fn the_examples_work(platform: Platform) -> Result<()> {
     })
 }
 
+/// A counter that writes to its standard output, too.
+const TICKS: &str = "while :; do echo tick; sleep 0.1; done & \
+                     exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
+
+/// The container writes on, where nerdctl looks for it.
+fn logs_grow(client: &Client<'_>) -> Result<()> {
+    let ticks = || Ok::<_, anyhow::Error>(client.does(&["logs", "job"])?.lines().count());
+    let before = ticks()?;
+    wait_for("more lines in nerdctl's log", LIMIT, || {
+        Ok((ticks()? > before + 3).then_some(()))
+    })
+}
+
+/// Makes `job` on a GPU, by `run -d` or `create`. Gives its id.
+fn ticks(client: &Client<'_>, verb: &[&str], gpu: usize) -> Result<String> {
+    let device = format!("nvidia.com/gpu={gpu}");
+    let options = [
+        "--pull",
+        "never",
+        "--runtime",
+        FIRN,
+        "--network",
+        "none",
+        "--name",
+        "job",
+    ];
+    let command = ["--device", &device, IMAGE, "sh", "-c", TICKS];
+    client.does(&[verb, &options, &command].concat())
+}
+
+/// `job` goes on from its checkpoint, on this GPU.
+fn came_back(client: &Client<'_>, gpu: usize) -> Result<()> {
+    client.came_back()?;
+    let (all, used) = (client.host.uuids(), client.gpus_in_use()?);
+    ensure!(used == all[gpu..=gpu], "it is on {used:?}, not on {}", all[gpu]);
+    logs_grow(client)
+}
+
+/// firn's commands take nerdctl's names and the ids that it shows. A container that was removed is made again
+/// by nerdctl, and restored into.
+fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(platform, "ne-firn", &gpus)?], |[node]| {
+        let (client, _) = client(node, FIRN)?;
+        let id = ticks(&client, &["run", "-d"], 0)?;
+        client.goes_on(3)?;
+        let done = node.firn(&["checkpoint", "job", "checkpoint/job"])?;
+        ensure!(done["container"] == *id, "{done}");
+        client.goes_on(3)?;
+        node.firn(&["checkpoint", &id[..12], "/srv/job"])?;
+        let status = node.firn(&["status", "job"])?;
+        ensure!(status["containers"][0]["container"] == *id, "{status}");
+        client.kills()?;
+        // Into the container that nerdctl still has.
+        node.firn(&["restore", "/srv/job", "--into", "job", "--gpus", "1"])?;
+        came_back(&client, 1)?;
+        client.does(&["rm", "-f", "job"])?;
+        // Into another one.
+        let refused = node
+            .output_of(&["firn", "restore", "checkpoint/job"], "")?
+            .failed()?;
+        ensure!(
+            refused.contains("FIRN-RESTORE-CLIENT:") && refused.contains("nerdctl create"),
+            "{refused}"
+        );
+        let other = ticks(&client, &["create"], 1)?;
+        node.firn(&["restore", "checkpoint/job", "--into", "job"])?;
+        came_back(&client, 1)?;
+        let state = client.state()?;
+        ensure!(state == "running 0", "{state}");
+        client.does(&["rm", "-f", "job"])?;
+        node.remove_image("checkpoint/job")?;
+        nothing_left(node, &id)?;
+        nothing_left(node, &other)?;
+        node.idle()
+    })
+}
+
+/// What is ambiguous, or has another root file system, is refused.
+fn firns_commands_refuse_what_is_not_meant(platform: Platform) -> Result<()> {
+    on([host(platform, "ne-not", &[SimGpu::h200(1)])?], |[node]| {
+        let (client, _) = client(node, FIRN)?;
+        for id in ["a", "b"] {
+            let create = [
+                "ctr",
+                "containers",
+                "create",
+                "--label",
+                "nerdctl/name=twin",
+                IMAGE,
+                id,
+            ];
+            node.node().run(&create)?;
+        }
+        let several = node
+            .output_of(&["firn", "checkpoint", "twin", "/srv/twin"], "")?
+            .failed()?;
+        ensure!(several.contains("FIRN-SEVERAL-CONTAINERS: "), "{several}");
+        let into = node
+            .output_of(&["firn", "restore", "/srv", "--into", "twin"], "")?
+            .failed()?;
+        ensure!(into.contains("hint: "), "{into}");
+        ticks(&client, &["run", "-d"], 0)?;
+        client.goes_on(3)?;
+        node.firn(&["checkpoint", "job", "checkpoint/job"])?;
+        // Its root file system is a directory.
+        let script = "mkdir -p /srv/empty; ctr containers create --rootfs /srv/empty c";
+        node.node().run(&["sh", "-ec", script])?;
+        let other = node
+            .output_of(&["firn", "restore", "checkpoint/job", "--into", "c"], "")?
+            .failed()?;
+        ensure!(
+            other.contains("FIRN-RESTORE-CLIENT:") && other.contains(IMAGE),
+            "{other}"
+        );
+        node.node().run(&["ctr", "containers", "delete", "a", "b", "c"])?;
+        client.does(&["rm", "-f", "job"])?;
+        node.remove_image("checkpoint/job")?;
+        node.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         a_day_with_it_is_as_with_the_stock_shim [FORKY];
         containers_with_gpus_go_on_from_their_checkpoints [FORKY];
+        firns_commands_take_its_containers [FORKY];
+        firns_commands_refuse_what_is_not_meant [FORKY];
         the_examples_work [FORKY];
     })
 }

@@ -5,8 +5,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{LOG, failure};
-use firn_node::{Image, Suite, go_install, wait_for};
+use firn_lab::{LOG, crictl, failure};
+use firn_node::{Image, Suite, wait_for};
 use serde_json::{Value, json};
 
 use crate::Point;
@@ -442,8 +442,7 @@ const COMMANDS: [(&str, &str); 10] = [
 
 fn others(cri: Cri<'_>) -> Result<String> {
     let node = cri.host.node();
-    let crictl = go_install("sigs.k8s.io/cri-tools/cmd/crictl", "v1.37.0")?;
-    node.install(crictl, "/usr/local/bin/crictl", 0o755)?;
+    node.install(crictl()?, "/usr/local/bin/crictl", 0o755)?;
     adapted(cri, || {
         let pod = cri.pod_annotated("one", &json!({}))?;
         let container = pod.start("c", "echo line; exec sleep 1000")?;

@@ -3,6 +3,7 @@
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
+use firn_lab::Outcome;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -17,6 +18,13 @@ pub const POINTS: &[Point] = &[
         "goes on on another GPU with the files; unpacked: nothing",
         of_ctr,
     )
+    .firn_only(),
+    Point::new(
+        "restore by image: what firn has made of a container, by the id that crictl shows",
+        "by firn restore: FIRN-RESTORE-CLIENT, by the kubelet: goes on on another GPU with the files",
+        of_firn,
+    )
+    .claims("`firn checkpoint`, restored by annotation", Outcome::Works)
     .firn_only(),
     Point::new(
         "restore by image: an archive of the kubelet as an image",
@@ -54,15 +62,16 @@ fn ctr(cri: Cri<'_>, arguments: &[&str]) -> Result<String> {
     Ok(cri.host.node().run(&all)?.stdout)
 }
 
-/// Makes an image of a counter with `ctr`. Returns how far it was at least.
-fn keep(cri: Cri<'_>) -> Result<u64> {
+fn by_ctr(cri: Cri<'_>, id: &str) -> Result<()> {
+    ctr(cri, &["containers", "checkpoint", "--rw", "--task", id, NAME]).map(drop)
+}
+
+/// Makes an image of a counter with this command, and its id. Returns how far it was at least.
+fn keep(cri: Cri<'_>, command: impl FnOnce(&str) -> Result<()>) -> Result<u64> {
     let pod = cri.pod_annotated("source", &json!({}))?;
     let container = pod.start_with("c", &on_gpu(0, &counter()))?;
     let before = computes(&container, 3)?;
-    ctr(
-        cri,
-        &["containers", "checkpoint", "--rw", "--task", &container.id, NAME],
-    )?;
+    command(&container.id)?;
     computes(&container, before + 2)?;
     pod.remove(&[&container])?;
     Ok(before)
@@ -100,10 +109,29 @@ fn goes_on(cri: Cri<'_>, before: u64) -> Result<String> {
 
 fn of_ctr(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
-        let before = keep(cri)?;
+        let before = keep(cri, |id| by_ctr(cri, id))?;
         let seen = goes_on(cri, before);
         ctr(cri, &["images", "remove", NAME])?;
         seen
+    })
+}
+
+fn of_firn(cri: Cri<'_>) -> Result<String> {
+    allowed(cri, || {
+        let namespace = ["--namespace", "k8s.io"];
+        let by_firn = |id: &str| {
+            let words = ["firn", "checkpoint", &id[..13], NAME];
+            cri.host.node().run(&[&words[..], &namespace].concat()).map(drop)
+        };
+        let before = keep(cri, by_firn)?;
+        let restore = [&["firn", "restore", NAME][..], &namespace].concat();
+        let refused = cri.host.output_of(&restore, "")?.failed()?;
+        ensure!(refused.contains("firn.dev/restore-from"), "{refused}");
+        let code = refused.split([' ', ':']).find(|word| word.starts_with("FIRN-"));
+        let code = code.context(refused.clone())?;
+        let seen = goes_on(cri, before);
+        ctr(cri, &["images", "remove", NAME])?;
+        Ok(format!("by firn restore: {code}, by the kubelet: {}", seen?))
     })
 }
 
@@ -188,7 +216,7 @@ fn wrong(cri: Cri<'_>) -> Result<String> {
         codes.push(refused(cri, &annotations(), &on_gpu(OTHER, &cold()))?);
         anyhow::Ok(())
     };
-    keep(cri)?;
+    keep(cri, |id| by_ctr(cri, id))?;
     cri.host
         .configure("[restore]\nfrom-images = [\"other=registry.example/*\"]\n")?;
     refused()?;

@@ -1,0 +1,64 @@
+//! A restore from an image or a tar file into a container that containerd knows, such as one that nerdctl has
+//! made: the processes come from the checkpoint, and so do the files that the source had written.
+
+use super::Restored;
+use super::copy::{self, Made};
+use super::error::RestoreError;
+use super::gpus::{self, Here};
+use super::unpack::unpack;
+use super::{dir, named};
+use crate::args::restore::RestoreArgs;
+use crate::containerd::{Containerd, Snapshot};
+use crate::oci_image::{Index, media};
+use crate::steps::Steps;
+use crate::work_dir::WorkDir;
+
+/// Restores into the container that is called so, or shows whether that would be accepted.
+pub(super) async fn restored(
+    (args, here): (&RestoreArgs, Option<&Here>),
+    (index, word): (&Index, &str),
+    containerd: &Containerd,
+    made: &mut Made,
+    steps: &mut Steps,
+) -> Result<Restored, RestoreError> {
+    let namespace = &args.containerd.namespace;
+    let container = named::known(containerd, namespace, word).await?;
+    let base = copy::base(containerd, index, made).await?;
+    let own = Snapshot {
+        snapshotter: &container.snapshotter,
+        key: &container.snapshot_key,
+    };
+    let begins_with = match own.key {
+        "" => None,
+        _ => containerd.parent_of(own).await?,
+    };
+    if begins_with.as_deref() != Some(&*base.chain) {
+        let (id, base) = (container.id, index.base().to_owned());
+        return Err(RestoreError::OtherBase { id, base });
+    }
+    let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
+    let manifest = copy::manifest(containerd, &checkpoint).await?;
+    let mut spec = container.spec();
+    gpus::choose(args, here, &mut spec, manifest.as_ref())?;
+    let mut restored = Restored::new(&container.id, index.bytes());
+    if let (true, Some(here)) = (args.dry_run, here) {
+        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
+        return Ok(restored);
+    }
+    steps.begin("unpack");
+    let work = WorkDir::make(&args.work_dir, &container.id)?;
+    unpack(containerd, &checkpoint, work.path(), steps).await?;
+    steps.begin("files");
+    if let Some(layer) = index.part(media::LAYER) {
+        let mounts = containerd.mounts(&container).await?;
+        containerd.apply(layer.descriptor(), mounts).await?;
+    }
+    steps.begin("restore");
+    let chosen = container.with_spec(spec);
+    made.task_of = Some(container.id.clone());
+    let start = dir::start_once(containerd, (&container, &chosen), work.path(), args);
+    let started = steps.follow(containerd, (namespace, &container.id), start).await;
+    restored.pid = Some(started?);
+    steps.end();
+    Ok(restored)
+}
