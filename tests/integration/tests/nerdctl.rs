@@ -13,7 +13,6 @@ use firn_lab::{
     Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, answer, cases, matrix, nothing_left, on,
 };
 use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
-use serde_json::Value;
 
 const MODULE: &str = "github.com/containerd/nerdctl/v2";
 const VERSION: &str = "v2.3.5";
@@ -110,14 +109,6 @@ fn the_examples_work(platform: Platform) -> Result<()> {
 const TICKS: &str = "while :; do echo tick; sleep 0.1; done & \
                      exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 
-/// What `firn` prints with these words, which succeeds.
-fn firn(node: &GpuHost, words: &[&str]) -> Result<Value> {
-    answer(
-        words,
-        &node.node().run(&[&["firn"], words, &["--json"]].concat())?.stdout,
-    )
-}
-
 /// The container writes on, where nerdctl looks for it.
 fn logs_grow(client: &Client<'_>) -> Result<()> {
     let ticks = || Ok::<_, anyhow::Error>(client.does(&["logs", "job"])?.lines().count());
@@ -160,15 +151,15 @@ fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
         let (client, _) = client(node, FIRN)?;
         let id = ticks(&client, &["run", "-d"], 0)?;
         client.goes_on(3)?;
-        let done = firn(node, &["checkpoint", "job", "checkpoint/job"])?;
+        let done = node.firn(&["checkpoint", "job", "checkpoint/job"])?;
         ensure!(done["container"] == *id, "{done}");
         client.goes_on(3)?;
-        firn(node, &["checkpoint", &id[..12], "/srv/job"])?;
-        let status = firn(node, &["status", "job"])?;
+        node.firn(&["checkpoint", &id[..12], "/srv/job"])?;
+        let status = node.firn(&["status", "job"])?;
         ensure!(status["containers"][0]["container"] == *id, "{status}");
         client.kills()?;
         // Into the container that nerdctl still has.
-        firn(node, &["restore", "/srv/job", "--into", "job", "--gpus", "1"])?;
+        node.firn(&["restore", "/srv/job", "--into", "job", "--gpus", "1"])?;
         came_back(&client, 1)?;
         client.does(&["rm", "-f", "job"])?;
         // Into another one.
@@ -180,7 +171,7 @@ fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
             "{refused}"
         );
         let other = ticks(&client, &["create"], 1)?;
-        firn(node, &["restore", "checkpoint/job", "--into", "job"])?;
+        node.firn(&["restore", "checkpoint/job", "--into", "job"])?;
         came_back(&client, 1)?;
         let state = client.state()?;
         ensure!(state == "running 0", "{state}");
@@ -218,7 +209,7 @@ fn firns_commands_refuse_what_is_not_meant(platform: Platform) -> Result<()> {
         ensure!(into.contains("hint: "), "{into}");
         ticks(&client, &["run", "-d"], 0)?;
         client.goes_on(3)?;
-        firn(node, &["checkpoint", "job", "checkpoint/job"])?;
+        node.firn(&["checkpoint", "job", "checkpoint/job"])?;
         // Its root file system is a directory.
         let script = "mkdir -p /srv/empty; ctr containers create --rootfs /srv/empty c";
         node.node().run(&["sh", "-ec", script])?;
