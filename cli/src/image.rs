@@ -170,10 +170,14 @@ fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
     images.iter().filter(|image| is_list(&image.name)).any(names)
 }
 
+/// CRIU writes it at the end of a dump.
+const LAST: &str = "inventory.img";
+
 /// The image directory, and the archive next to it. DIR may be either.
 pub fn parts(dir: &Path) -> (PathBuf, Option<PathBuf>) {
     let image = dir.join(names::ARCHIVE_IMAGE);
-    match image.join(names::MANIFEST).exists() {
+    let is_image = |dir: &Path| [names::MANIFEST, LAST].iter().any(|name| dir.join(name).exists());
+    match is_image(&image) {
         true => (
             image,
             Some(dir.join(names::ARCHIVE_LAYER)).filter(|layer| layer.exists()),

@@ -50,6 +50,8 @@ def end(torch):
     torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda.synchronize()
     sys.stdout.flush()
+    # Another rank may still wait for what this one sends over a socket.
+    time.sleep(3)
     os._exit(0)
 
 

@@ -50,7 +50,7 @@ pub enum Unready {
     )]
     Suspended,
     #[error("a {operation} of the container is in progress{phase}, or its shim was killed")]
-    #[problem("FIRN-BUSY", "wait until it has ended")]
+    #[problem("FIRN-BUSY", "wait until it has ended: `firn ps` shows how far it is")]
     Busy { operation: &'static str, phase: String },
 }
 
@@ -98,7 +98,13 @@ impl Subject {
         if id.contains('/') || namespace.contains('/') {
             bail!("{id} is neither an image directory, a pid nor the id of a container");
         }
-        let bundle = match &bundles_called(&state.join(BUNDLES).join(namespace), id)[..] {
+        let dir = state.join(BUNDLES).join(namespace);
+        if let Err(error) = fs::read_dir(&dir)
+            && error.kind() == io::ErrorKind::PermissionDenied
+        {
+            bail!("cannot list {}: {error}. hint: run it as root", dir.display());
+        }
+        let bundle = match &bundles_called(&dir, id)[..] {
             [bundle] => bundle.clone(),
             [] => bail!(
                 "no container {id} runs in namespace {namespace}. hint: --namespace, or --state where \

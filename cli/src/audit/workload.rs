@@ -27,16 +27,15 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     let mut signals = Signals::default();
     if let Some(failure) = subject.unfit() {
         signals.of_subject(&failure);
-        return Ok(Report {
-            subject: subject.name,
-            verdict: signals.verdict(),
-            signals: signals.all,
-            ..Report::default()
-        });
+        return Ok(unready(subject, signals));
     }
     let unfinished = subject.unfinished_transaction();
     let unfinished = unfinished.context("cannot read the journal of the container")?;
     signals.of_transaction(unfinished.as_ref());
+    // Its processes are not as they are otherwise.
+    if unfinished.is_some() {
+        return Ok(unready(subject, signals));
+    }
 
     let nvidia = match subject.spec.as_ref().is_none_or(Spec::requests_gpu) {
         true => Some(Nvidia::of(&subject, config)?),
@@ -49,6 +48,16 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     let outcome = check(&workload).map_err(ProblemReport::from)?;
     signals.of_workload(&workload, &outcome);
     report(subject, nvidia, args, signals)
+}
+
+/// The report of one that is not looked at.
+fn unready(subject: Subject, signals: Signals) -> Report {
+    Report {
+        subject: subject.name,
+        verdict: signals.verdict(),
+        signals: signals.all,
+        ..Report::default()
+    }
 }
 
 /// What the driver reports about the node and the processes.

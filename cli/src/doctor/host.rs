@@ -10,12 +10,20 @@ use super::Check;
 
 pub fn checks(config: &Config) -> Vec<Check> {
     vec![
-        root(Path::new("/proc/self/status")),
+        root(Path::new(STATUS)),
         cgroups(Path::new("/sys/fs/cgroup")),
         huge_pages(config.checkpoint.huge_pages, &Switch::of_host()),
         cdi(&config.create.cdi_dirs),
     ]
 }
+
+/// Who is not root does not see what the other checks look at.
+pub fn not_root() -> Option<Check> {
+    Some(root(Path::new(STATUS))).filter(|check| check.found == NOT_ROOT)
+}
+
+const STATUS: &str = "/proc/self/status";
+const NOT_ROOT: &str = "this is not root, and nothing else was checked";
 
 /// What containerd can do, and this program needs to see the same.
 fn root(status: &Path) -> Check {
@@ -32,7 +40,7 @@ fn root(status: &Path) -> Check {
         line.split_whitespace().next()
     };
     if field("Uid:") != Some("0") {
-        return Check::fail(NAME, "this is not root", "`sudo firn doctor`");
+        return Check::fail(NAME, NOT_ROOT, "`sudo firn doctor`");
     }
     let held = field("CapEff:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
     let lacks = |number: u32| held.unwrap_or_default() & (1 << number) == 0;
@@ -121,7 +129,7 @@ fn cdi(dirs: &[PathBuf]) -> Check {
         wrong.insert(0, format!("no CDI file for {KIND} in {}", shown.join(" or ")));
         return Check::warn(
             NAME,
-            wrong.join("\n"),
+            wrong.join("; "),
             "`firn cdi generate --output /etc/cdi/nvidia.yaml`; GPUs that a hook mounts cannot be \
              checkpointed",
         );
@@ -132,7 +140,7 @@ fn cdi(dirs: &[PathBuf]) -> Check {
     }
     wrong.insert(0, found);
     let remedy = "fix or remove these files; `firn cdi list` shows the devices of this node";
-    Check::warn(NAME, wrong.join("\n"), remedy)
+    Check::warn(NAME, wrong.join("; "), remedy)
 }
 
 #[cfg(test)]

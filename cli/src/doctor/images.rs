@@ -80,9 +80,9 @@ fn images(directories: Vec<PathBuf>) -> Check {
     found.extend(left.iter().map(Left::line));
     Check::warn(
         NAME,
-        found.join("\n"),
-        "each holds a workload's memory: `firn restore --dir DIR ID`, or `rm -r DIR` while `firn status` \
-         shows nothing in progress",
+        found.join("; "),
+        "each holds a workload's memory: `firn restore --dir DIR ID`, or `rm -r DIR` while `firn ps` shows \
+         nothing in progress",
     )
 }
 
@@ -124,10 +124,14 @@ mod tests {
         let in_tmp = image(&tmp, "firn-rescue-default-job-2026", 0o700);
         let check = images(below(&temporary, &rescue));
         assert_eq!(check.status, Status::Warn);
-        assert!(check.found.starts_with("4 left, 8.0 KiB\n"), "{}", check.found);
+        assert!(check.found.starts_with("4 left, 8.0 KiB; "), "{}", check.found);
         let line = |path: &Path| {
             let name = format!("{}: 2.0 KiB", path.display());
-            check.found.lines().find(|line| line.starts_with(&name)).unwrap()
+            check
+                .found
+                .split("; ")
+                .find(|line| line.starts_with(&name))
+                .unwrap()
         };
         assert!(line(&open).ends_with("others can READ it"), "{}", line(&open));
         assert!(line(&in_tmp).ends_with(" s old"));

@@ -107,6 +107,10 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
         .address
         .parent()
         .unwrap_or(Path::new("/run/containerd"));
+    if let Some(check) = host::not_root() {
+        checks.push(check);
+        return shown(&checks, args.json);
+    }
     checks.extend(host::checks(&config));
     checks.extend(clients::checks(&daemon));
     checks.extend(programs::checks(&config));
@@ -119,10 +123,14 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
         let socket = &args.socket.address;
         checks.push(deep::check(socket, &config, inventory.as_ref(), args.json));
     }
-    if args.json {
-        output::json(&Checks { checks: &checks })?;
-    } else {
-        print(&checks);
+    shown(&checks, args.json)
+}
+
+/// True: nothing failed.
+fn shown(checks: &[Check], as_json: bool) -> Result<bool> {
+    match as_json {
+        true => output::json(&Checks { checks })?,
+        false => print(checks),
     }
     Ok(checks.iter().all(|check| check.status != Status::Fail))
 }

@@ -161,13 +161,14 @@ fn own(name: &'static str, configured: Option<&Path>, option: &str) -> Check {
     }
 }
 
-/// A program and what it prints as its version.
+/// A program and its version.
 fn versioned(name: &str, path: &OsStr) -> Result<(PathBuf, String), String> {
     let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
     match program::run(&program, &["--version"], LIMIT) {
         Ok(output) if output.success => {
-            let version = first_line(&output.stdout).to_owned();
-            Ok((program, version))
+            // `runc version 1.3.6`, `Version: 4.2.1`
+            let version = first_line(&output.stdout).split_whitespace().last();
+            Ok((program, version.unwrap_or_default().to_owned()))
         }
         Ok(output) => Err(format!(
             "{} --version fails: {}",

@@ -207,7 +207,8 @@ fn histogram(labels: Vec<LabelPair>, durations: &Durations) -> Metric {
     let mut histogram = Histogram::default();
     histogram.set_bucket(buckets.collect());
     histogram.set_sample_count(durations.counts.iter().sum());
-    histogram.set_sample_sum(durations.seconds);
+    // To a microsecond: the sum of many has no more.
+    histogram.set_sample_sum((durations.seconds * 1e6).round() / 1e6);
     let mut metric = Metric::from_label(labels);
     metric.set_histogram(histogram);
     metric

@@ -102,7 +102,13 @@ fn entries(dir: &Path, only: Option<&str>) -> Result<Vec<PathBuf>> {
     let list = || fs::read_dir(dir)?.map(|entry| Ok(entry?.path())).collect();
     let listed: std::io::Result<Option<Vec<PathBuf>>> = std::io::Result::if_present(list());
     let mut listed = listed
-        .with_context(|| format!("list {}", dir.display()))?
+        .map_err(|error| {
+            let hint = match error.kind() {
+                std::io::ErrorKind::PermissionDenied => ". hint: run it as root",
+                _ => "",
+            };
+            anyhow::anyhow!("cannot list {}: {error}{hint}", dir.display())
+        })?
         .unwrap_or_default();
     listed.retain(|path| only.is_none_or(|only| path.file_name().is_some_and(|name| name == only)));
     Ok(listed)
@@ -187,6 +193,12 @@ impl Container {
 
     pub fn state(&self) -> &'static str {
         self.state
+    }
+
+    /// Its transaction, unless it is suspended: nothing goes on then.
+    pub fn in_progress(&self) -> Option<&Transaction> {
+        let transaction = self.transaction.as_ref();
+        transaction.filter(|transaction| !matches!(transaction.state(), State::Suspended))
     }
 
     pub fn pid(&self) -> Option<i32> {

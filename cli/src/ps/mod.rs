@@ -134,7 +134,7 @@ fn row(container: &Container) -> [String; 5] {
 
 fn long_row(container: &Container) -> [String; 11] {
     let [id, namespace, state, gpus, memory] = row(container);
-    let transaction = container.transaction.as_ref();
+    let transaction = container.in_progress();
     let of = |get: &dyn Fn(&Transaction) -> Option<String>| or_none(transaction.and_then(get));
     [
         id,
@@ -228,7 +228,7 @@ fn detail(container: &Container) {
     if let Some(memory) = container.gpu_memory() {
         line!("memory     {} of GPU memory", text::bytes(memory));
     }
-    let Some(transaction) = &container.transaction else {
+    let Some(transaction) = container.in_progress() else {
         return;
     };
     line!(

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use firn_lab::{
-    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, answer, cases, matrix, nothing_left, on,
+    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
 };
 use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
 

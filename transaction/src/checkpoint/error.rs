@@ -58,7 +58,7 @@ pub enum EffectError {
     Hook(HookError),
     #[error(transparent)]
     Look(LookError),
-    #[error("the driver refused")]
+    #[error("the driver call failed")]
     Gpu(#[from] WorkerError),
     #[error("the freezer failed")]
     #[problem(

@@ -182,7 +182,7 @@ pub enum Cause {
     #[error("cannot let the restore threads run")]
     #[problem("FIRN-HOLD", "detach debuggers; the checkpoint can be used again")]
     Hold(#[from] TraceError),
-    #[error("the driver refused")]
+    #[error("the driver call failed")]
     Gpu(#[from] WorkerError),
     #[error("cannot continue pid {pid}")]
     #[problem("FIRN-RESTORE", "try again; the checkpoint can be used again")]
