@@ -32,7 +32,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
-pub use called::bundles_called;
+pub use called::{NERDCTL_STATE, bundles_called};
 pub use content::{Content, Descriptor, Image, next};
 pub use cri::Recorded;
 pub use events::{Phase, Phases};

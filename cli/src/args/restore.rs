@@ -38,8 +38,7 @@ pub struct RestoreArgs {
     #[arg(long, conflicts_with_all = ["name", "kind", "explain", "into"])]
     pub dir: Option<PathBuf>,
     /// Container to restore into, which containerd knows and which has no task that runs, such as one of
-    /// `nerdctl create`: its id or nerdctl's name of it. The files that the source had written are written
-    /// over its own.
+    /// `nerdctl create`: its id or nerdctl's name of it. Of an image or a tar file it gets the files, too.
     #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["name", "explain"])]
     pub into: Option<String>,
     /// Id of the container. Default: that of the source.

@@ -13,6 +13,7 @@ use std::time::Instant;
 use anyhow::Result;
 use serde::Serialize;
 
+pub use alone::Alone;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod::{KIND, annotations};

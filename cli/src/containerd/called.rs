@@ -11,6 +11,9 @@ use super::{CallError, Container, Containerd, ListContainers, ListedContainers};
 /// nerdctl's name of a container: a label in containerd, and an annotation of the spec.
 const NERDCTL_NAME: &str = "nerdctl/name";
 
+/// Annotation in which nerdctl names its directory of a container.
+pub const NERDCTL_STATE: &str = "nerdctl/state-dir";
+
 /// Digits of an id that nerdctl or CRI makes.
 const DIGITS: usize = 64;
 

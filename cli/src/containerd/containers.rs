@@ -39,13 +39,13 @@ impl Container {
 }
 
 impl Containerd {
-    /// Gives a container that is known the spec of this one.
-    pub async fn update_spec(&self, container: &Container) -> Result<(), CallError> {
+    /// Gives a container that is known the spec and the snapshot of this one.
+    pub async fn update(&self, container: &Container) -> Result<(), CallError> {
         let call = "/containerd.services.containers.v1.Containers/Update";
         let request = UpdateContainer {
             container: Some(container.clone()),
             update_mask: Some(FieldMask {
-                paths: vec!["spec".to_owned()],
+                paths: vec!["spec".to_owned(), "snapshotkey".to_owned()],
             }),
         };
         self.call(call, request).await

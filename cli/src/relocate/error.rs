@@ -54,6 +54,13 @@ pub enum MoveError {
     #[error("the move of container {id} was interrupted")]
     #[problem("FIRN-INTERRUPTED", "the container goes on here, and nothing is left there")]
     Interrupted { id: String },
+    #[error("container {id} is one of nerdctl, which has files of it on this node")]
+    #[problem(
+        "FIRN-MOVE-TARGET",
+        "`firn checkpoint ID FILE`; on the other node `nerdctl create` with its options and \
+         `firn restore FILE --into NAME`"
+    )]
+    Nerdctl { id: String },
     #[error("container {id} is one of Kubernetes'")]
     #[problem("FIRN-MOVE-TARGET", "move its pod: `firn drain NODE`")]
     Kubernetes { id: String },

@@ -25,7 +25,7 @@ use serde_json::Value;
 
 use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Interrupts, Source, SourceFound};
-use crate::containerd::{CallError, Containerd, Snapshot, block_on};
+use crate::containerd::{CallError, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::oci_image::{self, BaseImage, Blob, Index, Layout, Part, media};
 use crate::output::{self, line, note, printed};
 use crate::restore::check::Node;
@@ -119,11 +119,11 @@ async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
     let containerd = connect(args).await?;
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
     found.expect_base()?;
-    match found.container.spec().is_cri() {
-        true => Err(MoveError::Kubernetes {
-            id: args.container.clone(),
-        }),
-        false => Ok(found),
+    let (spec, id) = (found.container.spec(), found.container.id.clone());
+    match () {
+        () if spec.is_cri() => Err(MoveError::Kubernetes { id }),
+        () if spec.annotation(NERDCTL_STATE).is_some() => Err(MoveError::Nerdctl { id }),
+        () => Ok(found),
     }
 }
 

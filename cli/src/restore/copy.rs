@@ -3,22 +3,21 @@
 use std::fs::File;
 use std::io;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use firn_config::names;
 use firn_image::manifest::Manifest;
 use firn_oci::Spec;
 use prost::Message;
-use tokio::time::sleep;
 
 use super::error::RestoreError;
 use super::gpus::Here;
+use super::made::Made;
 use super::named::is_id;
 use super::unpack::unpack;
 use super::{Restored, STDIN, dir, gpus, into};
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
-use crate::containerd::{Any, Container, Containerd, Image, Runtime, Snapshot};
+use crate::containerd::{Any, Container, Containerd, Image, NERDCTL_STATE, Runtime, Snapshot};
 use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
 use crate::output::note;
 use crate::place::Place;
@@ -27,25 +26,6 @@ use crate::work_dir::WorkDir;
 
 /// Largest manifest and spec that are read.
 const MAX_BYTES: u64 = 16 << 20;
-
-/// Annotation in which nerdctl names its directory of a container.
-const NERDCTL_STATE: &str = "nerdctl/state-dir";
-
-/// How long the end of a container may take whose restore has failed.
-const END: Duration = Duration::from_secs(60);
-
-/// How often it is tried.
-const POLL: Duration = Duration::from_millis(200);
-
-/// What a restore has made, in this order.
-#[derive(Default)]
-pub(super) struct Made {
-    image: Option<String>,
-    snapshot: Option<(String, String)>,
-    container: Option<Container>,
-    /// Id of a container that may have a task.
-    pub task_of: Option<String>,
-}
 
 /// Restores into a new container or into the one that is named, or shows whether that would be accepted.
 pub async fn restore(
@@ -81,20 +61,14 @@ pub async fn restore(
                 .clone(),
         }),
     };
-    let left = match &done {
-        Ok(_) => None,
-        Err(_) => made.discard(&containerd).await,
+    let done = match done {
+        Err(error) => Err(made.discarded(&containerd, error).await),
+        done => done,
     };
     if let Err(error) = plain.end_lease(&lease).await {
         note!("firn: what was read of the checkpoint is left for a day: {error}");
     }
-    match (done, left) {
-        (Err(error), Some(id)) => Err(RestoreError::Left {
-            id,
-            message: error.shown(),
-        }),
-        (done, _) => done,
-    }
+    done
 }
 
 async fn restored(
@@ -299,7 +273,7 @@ pub(super) async fn manifest(containerd: &Containerd, part: &Part) -> Result<Opt
 }
 
 /// The root file system, with the files that the source had written.
-async fn files(
+pub(super) async fn files(
     containerd: &Containerd,
     index: &Index,
     base: &BaseImage,
@@ -343,57 +317,4 @@ async fn runtime(containerd: &Containerd, index: &Index) -> Result<Runtime, Rest
         name: index.runtime().to_owned(),
         options,
     })
-}
-
-impl Made {
-    /// Removes all of it. Returns the container whose task may be left, and may run.
-    async fn discard(self, containerd: &Containerd) -> Option<String> {
-        let left = match self.task_of {
-            Some(id) if !end(containerd, &id).await => Some(id),
-            _ => None,
-        };
-        if let Some(Container { id, .. }) = &self.container {
-            report(&format!("container {id}"), containerd.delete_container(id).await);
-        }
-        if let Some((snapshotter, key)) = &self.snapshot {
-            let snapshot = Snapshot { snapshotter, key };
-            report(
-                &format!("snapshot {key}"),
-                containerd.remove_snapshot(snapshot).await,
-            );
-        }
-        if let Some(name) = &self.image {
-            report(&format!("image {name}"), containerd.delete_image(name).await);
-        }
-        left
-    }
-}
-
-/// Ends a task that may have been started. False: it may be left.
-async fn end(containerd: &Containerd, id: &str) -> bool {
-    let until = Instant::now() + END;
-    loop {
-        let deleted = containerd.delete(id).await;
-        match deleted {
-            Ok(()) => return true,
-            Err(error) if error.is_absent() => return true,
-            Err(error) if Instant::now() > until => {
-                report(&format!("the task of {id}"), Err(error));
-                return false;
-            }
-            Err(_) => {
-                // What cannot be killed has ended, or is deleted in the next round.
-                let _ended = containerd.kill(id).await;
-                sleep(POLL).await;
-            }
-        }
-    }
-}
-
-fn report(what: &str, removed: Result<(), crate::containerd::CallError>) {
-    if let Err(error) = removed
-        && !error.is_absent()
-    {
-        note!("firn: {what} is left: {error}");
-    }
 }

@@ -15,8 +15,10 @@ use prost::Message;
 use super::Restored;
 use super::error::RestoreError;
 use super::gpus::{self, Here};
+use super::made::Made;
 use super::named;
 use crate::args::restore::RestoreArgs;
+use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, CallError, Container, Containerd, CreateTask, Mount, TaskState};
 use crate::oci_image::ImageError;
 use crate::output::note;
@@ -51,7 +53,7 @@ pub async fn restore(
 ) -> Result<(Restored, Option<PathBuf>), RestoreError> {
     let dir = found(dir)?;
     let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
-    let container = named::known(&containerd, &args.containerd.namespace, word).await?;
+    let (container, _alone) = named::known(&containerd, &args.containerd.namespace, word).await?;
     let id = &*container.id;
     let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
     gpus::choose(args, here, &mut spec, manifest.as_ref())?;
@@ -65,14 +67,16 @@ pub async fn restore(
         note!("restoring {id} from {} ({size})", dir.display());
     }
     let chosen = container.with_spec(spec);
-    let started = start_once(&containerd, (&container, &chosen), &dir, args).await;
-    if started.is_err()
-        && let Err(error) = containerd.delete(id).await
-        && !error.is_absent()
-    {
-        note!("firn: the task of {id} is left: {error}");
+    let (mut interrupts, mut made) = (Interrupts::new()?, Made::default());
+    let start = start_once(&containerd, &mut made, (&container, &chosen), &dir, args);
+    let started = match interrupts.unless(start).await {
+        Some(started) => started,
+        None => Err(RestoreError::Interrupted { id: id.to_owned() }),
+    };
+    match started {
+        Ok(pid) => restored.pid = Some(pid),
+        Err(error) => return Err(made.discarded(&containerd, error).await),
     }
-    restored.pid = Some(started?);
     Ok((restored, Some(dir)))
 }
 
@@ -89,31 +93,49 @@ fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
     Ok(dir)
 }
 
-/// Starts a container that containerd knows, with the spec that was chosen for this restore alone. A task
-/// that has ended is deleted before. A failure may leave the new task.
-pub async fn start_once(
+/// Starts a container that containerd knows, with what was chosen for this restore: its spec for this time
+/// alone, and its snapshot. A task that has ended is deleted before. What a failure leaves is in `made`.
+pub(super) async fn start_once(
     containerd: &Containerd,
+    made: &mut Made,
     (container, chosen): (&Container, &Container),
     dir: &Path,
     args: &RestoreArgs,
 ) -> Result<u32, RestoreError> {
-    if containerd.task_state(&container.id).await? == Some(TaskState::Stopped) {
-        CallError::removed(containerd.delete(&container.id).await)?;
+    let id = container.id.clone();
+    // Somebody else may have started it by now.
+    match containerd.task_state(&id).await? {
+        None => {}
+        Some(TaskState::Stopped) => CallError::removed(containerd.delete(&id).await)?,
+        Some(_) => return Err(RestoreError::HasTask { id }),
     }
-    let is_chosen = args.gpus.is_some() || args.gpu_map.is_some();
-    if is_chosen {
-        containerd.update_spec(chosen).await?;
+    if chosen != container {
+        made.changed = Some(container.clone());
+        containerd.update(chosen).await?;
     }
+    made.task_of = Some(id);
     let started = start(containerd, chosen, dir, args.log.as_deref()).await;
-    // The bundle has the choice now.
-    if is_chosen && let Err(error) = containerd.update_spec(container).await {
-        note!(
-            "firn: {} keeps the annotation {}: {error}",
-            container.id,
-            names::ANNOTATION_GPU_MAP
-        );
+    if let Err(RestoreError::Call(error)) = &started
+        && error.is_there()
+    {
+        made.task_of = None;
     }
-    started
+    let pid = started?;
+    // The bundle has the spec now.
+    if made.changed.take().is_some() {
+        let kept = Container {
+            spec: container.spec.clone(),
+            ..chosen.clone()
+        };
+        if let Err(error) = containerd.update(&kept).await {
+            note!(
+                "firn: {} keeps the annotation {}: {error}",
+                container.id,
+                names::ANNOTATION_GPU_MAP
+            );
+        }
+    }
+    Ok(pid)
 }
 
 /// Makes the task of a container from an image directory, and starts it. A failure may leave the task.

@@ -39,6 +39,12 @@ pub enum RestoreError {
          restore into it: `firn restore CHECKPOINT --into NAME`"
     )]
     Nerdctl { id: String, dir: String },
+    #[error("another command of firn works on container {id}")]
+    #[problem("FIRN-BUSY", "try again when it has ended; `firn ps` shows how far it is")]
+    Busy { id: String },
+    #[error("cannot lock the container")]
+    #[problem("FIRN-FILE", "run it as root; `/run` has to be writable")]
+    Lock(#[source] io::Error),
     #[error("container {id} has a task that has not ended")]
     #[problem(
         "FIRN-TASK-EXISTS",

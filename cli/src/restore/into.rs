@@ -1,15 +1,20 @@
 //! A restore from an image or a tar file into a container that containerd knows, such as one that nerdctl has
-//! made: the processes come from the checkpoint, and so do the files that the source had written.
+//! made: the processes and the files come from the checkpoint. The container is as it was until its task is
+//! made, and again if that fails.
+
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Restored;
-use super::copy::{self, Made};
+use super::copy;
 use super::error::RestoreError;
 use super::gpus::{self, Here};
+use super::made::Made;
 use super::unpack::unpack;
 use super::{dir, named};
 use crate::args::restore::RestoreArgs;
-use crate::containerd::{Containerd, Snapshot};
+use crate::containerd::{Container, Containerd, Snapshot};
 use crate::oci_image::{Index, media};
+use crate::output::note;
 use crate::steps::Steps;
 use crate::work_dir::WorkDir;
 
@@ -22,7 +27,7 @@ pub(super) async fn restored(
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let namespace = &args.containerd.namespace;
-    let container = named::known(containerd, namespace, word).await?;
+    let (container, _alone) = named::known(containerd, namespace, word).await?;
     let base = copy::base(containerd, index, made).await?;
     let own = Snapshot {
         snapshotter: &container.snapshotter,
@@ -49,16 +54,20 @@ pub(super) async fn restored(
     let work = WorkDir::make(&args.work_dir, &container.id)?;
     unpack(containerd, &checkpoint, work.path(), steps).await?;
     steps.begin("files");
-    if let Some(layer) = index.part(media::LAYER) {
-        let mounts = containerd.mounts(&container).await?;
-        containerd.apply(layer.descriptor(), mounts).await?;
-    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let key = format!("{}-firn-{}", container.id, now.as_nanos());
+    copy::files(containerd, index, &base, Snapshot { key: &key, ..own }, made).await?;
     steps.begin("restore");
-    let chosen = container.with_spec(spec);
-    made.task_of = Some(container.id.clone());
-    let start = dir::start_once(containerd, (&container, &chosen), work.path(), args);
+    let chosen = Container {
+        snapshot_key: key.clone(),
+        ..container.with_spec(spec)
+    };
+    let start = dir::start_once(containerd, made, (&container, &chosen), work.path(), args);
     let started = steps.follow(containerd, (namespace, &container.id), start).await;
     restored.pid = Some(started?);
     steps.end();
+    if let Err(error) = containerd.remove_snapshot(own).await {
+        note!("firn: snapshot {} is left: {error}", own.key);
+    }
     Ok(restored)
 }

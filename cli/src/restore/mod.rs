@@ -7,6 +7,7 @@ mod error;
 mod explain;
 mod gpus;
 mod into;
+mod made;
 mod named;
 pub mod unpack;
 

@@ -13,6 +13,7 @@ use firn_lab::{
     Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
 };
 use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
+use serde_json::Value;
 
 const MODULE: &str = "github.com/containerd/nerdctl/v2";
 const VERSION: &str = "v2.3.5";
@@ -203,16 +204,23 @@ fn firns_commands_refuse_what_is_not_meant(platform: Platform) -> Result<()> {
             .output_of(&["firn", "checkpoint", "twin", "/srv/twin"], "")?
             .failed()?;
         ensure!(several.contains("FIRN-SEVERAL-CONTAINERS: "), "{several}");
-        let into = node
-            .output_of(&["firn", "restore", "/srv", "--into", "twin"], "")?
-            .failed()?;
-        ensure!(into.contains("hint: "), "{into}");
         ticks(&client, &["run", "-d"], 0)?;
         client.goes_on(3)?;
         node.firn(&["checkpoint", "job", "checkpoint/job"])?;
+        let moved = node
+            .output_of(&["firn", "move", "job", "root@b", "--dry-run"], "")?
+            .failed()?;
+        ensure!(
+            moved.contains("FIRN-MOVE-TARGET: ") && moved.contains("--into"),
+            "{moved}"
+        );
         // Its root file system is a directory.
         let script = "mkdir -p /srv/empty; ctr containers create --rootfs /srv/empty c";
         node.node().run(&["sh", "-ec", script])?;
+        let several = node
+            .output_of(&["firn", "restore", "checkpoint/job", "--into", "twin"], "")?
+            .failed()?;
+        ensure!(several.contains("FIRN-SEVERAL-CONTAINERS: "), "{several}");
         let other = node
             .output_of(&["firn", "restore", "checkpoint/job", "--into", "c"], "")?
             .failed()?;
@@ -227,12 +235,75 @@ fn firns_commands_refuse_what_is_not_meant(platform: Platform) -> Result<()> {
     })
 }
 
+/// What containerd knows of a container: its spec and its snapshot.
+fn known(node: &GpuHost, id: &str) -> Result<[Value; 2]> {
+    let printed = node.node().run(&["ctr", "containers", "info", id])?.stdout;
+    let mut known: Value = serde_json::from_str(&printed)?;
+    Ok([known["Spec"].take(), known["SnapshotKey"].take()])
+}
+
+/// A restore into a container that fails or is interrupted leaves it as it was, and one that runs goes on.
+fn a_restore_into_a_container_that_fails_costs_nothing(platform: Platform) -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([host(platform, "ne-fail", &gpus)?], |[node]| {
+        let (client, _) = client(node, FIRN)?;
+        let id = ticks(&client, &["run", "-d"], 0)?;
+        client.goes_on(3)?;
+        node.firn(&["checkpoint", "job", "checkpoint/job"])?;
+        client.does(&["exec", "job", "sh", "-c", "echo text >/newer"])?;
+        let restore = ["firn", "restore", "checkpoint/job", "--into", "job"];
+        let fails = |before: &[&str], after: &[&str], code: &str| {
+            let output = node
+                .output_of(&[before, &restore, after].concat(), "")?
+                .failed()?;
+            ensure!(output.contains(&format!("{code}: ")), "not {code} but {output}");
+            Ok(())
+        };
+        fails(&[], &[], "FIRN-TASK-EXISTS")?;
+        client.goes_on(3)?;
+        client.kills()?;
+        let before = known(node, &id)?;
+        let is_as_before = || {
+            ensure!(
+                known(node, &id)? == before,
+                "containerd knows something else of it"
+            );
+            let list = "ctr tasks ls -q; ctr snapshots ls | grep firn; true";
+            let left = node.node().run(&["sh", "-c", list])?.stdout;
+            ensure!(left.is_empty(), "left: {left}");
+            node.no_faults()
+        };
+        node.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+        fails(&[], &[], "FIRN-GPU-DRIVER")?;
+        is_as_before()?;
+        node.fault(&["--call", "restore", "--delay-ms", "8000", "--times", "1"])?;
+        fails(
+            &["timeout", "--signal", "INT", "4"],
+            &["--gpus", "1"],
+            "FIRN-INTERRUPTED",
+        )?;
+        is_as_before()?;
+        client.does(&["start", "job"])?;
+        let file = client.does(&["exec", "job", "cat", "/newer"])?;
+        ensure!(file == "text", "its file has {file:?}");
+        client.kills()?;
+        node.firn(&restore[1..])?;
+        came_back(&client, 0)?;
+        client.does(&["exec", "job", "sh", "-c", "! [ -e /newer ]"])?;
+        client.does(&["rm", "-f", "job"])?;
+        node.remove_image("checkpoint/job")?;
+        nothing_left(node, &id)?;
+        node.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         a_day_with_it_is_as_with_the_stock_shim [FORKY];
         containers_with_gpus_go_on_from_their_checkpoints [FORKY];
         firns_commands_take_its_containers [FORKY];
         firns_commands_refuse_what_is_not_meant [FORKY];
+        a_restore_into_a_container_that_fails_costs_nothing [FORKY];
         the_examples_work [FORKY];
     })
 }

@@ -1,0 +1,104 @@
+//! What a restore makes in containerd, and what becomes of it if the restore fails.
+
+use std::time::{Duration, Instant};
+
+use tokio::time::sleep;
+
+use super::error::RestoreError;
+use crate::containerd::{Container, Containerd, Snapshot};
+use crate::output::note;
+
+/// How long the end of a container may take whose restore has failed.
+const END: Duration = Duration::from_secs(60);
+
+/// How often it is tried.
+const POLL: Duration = Duration::from_millis(200);
+
+/// What a restore has made, in this order.
+#[derive(Default)]
+pub(super) struct Made {
+    pub image: Option<String>,
+    pub snapshot: Option<(String, String)>,
+    pub container: Option<Container>,
+    /// A container that was there, as it was: it has another spec and snapshot now.
+    pub changed: Option<Container>,
+    /// Id of a container that may have a task of this restore.
+    pub task_of: Option<String>,
+}
+
+impl Made {
+    /// Removes all of it after this error. Returns the error of the restore.
+    pub async fn discarded(self, containerd: &Containerd, error: RestoreError) -> RestoreError {
+        match self.discard(containerd).await {
+            Some(id) => RestoreError::Left {
+                id,
+                message: error.shown(),
+            },
+            None => error,
+        }
+    }
+
+    /// Removes all of it. Returns the container whose task may be left, and may run.
+    async fn discard(self, containerd: &Containerd) -> Option<String> {
+        let left = match self.task_of {
+            Some(id) if !end(containerd, &id).await => Some(id),
+            _ => None,
+        };
+        if let Some(before) = &self.changed {
+            // What its task may use is not taken away.
+            if left.is_some() {
+                return left;
+            }
+            if let Err(error) = containerd.update(before).await {
+                note!(
+                    "firn: {} keeps the spec and the files of this restore: {error}",
+                    before.id
+                );
+                return left;
+            }
+        }
+        if let Some(Container { id, .. }) = &self.container {
+            report(&format!("container {id}"), containerd.delete_container(id).await);
+        }
+        if let Some((snapshotter, key)) = &self.snapshot {
+            let snapshot = Snapshot { snapshotter, key };
+            report(
+                &format!("snapshot {key}"),
+                containerd.remove_snapshot(snapshot).await,
+            );
+        }
+        if let Some(name) = &self.image {
+            report(&format!("image {name}"), containerd.delete_image(name).await);
+        }
+        left
+    }
+}
+
+/// Ends a task that may have been started. False: it may be left.
+async fn end(containerd: &Containerd, id: &str) -> bool {
+    let until = Instant::now() + END;
+    loop {
+        let deleted = containerd.delete(id).await;
+        match deleted {
+            Ok(()) => return true,
+            Err(error) if error.is_absent() => return true,
+            Err(error) if Instant::now() > until => {
+                report(&format!("the task of {id}"), Err(error));
+                return false;
+            }
+            Err(_) => {
+                // What cannot be killed has ended, or is deleted in the next round.
+                let _ended = containerd.kill(id).await;
+                sleep(POLL).await;
+            }
+        }
+    }
+}
+
+fn report(what: &str, removed: Result<(), crate::containerd::CallError>) {
+    if let Err(error) = removed
+        && !error.is_absent()
+    {
+        note!("firn: {what} is left: {error}");
+    }
+}
