@@ -26,7 +26,7 @@ const SERVE: &str = "nc -ll -p 7001 -e cat &
 const TALK: &str = "exec 3<>/dev/tcp/127.0.0.1/7001; while sleep 0.05; do echo x >&3 || break; \
     read -t 20 -u 3 line || break; echo $line; done >/tmp/talk; echo closed >>/tmp/talk";
 
-const WAIT: Duration = Duration::from_secs(20);
+const WAIT: Duration = Duration::from_secs(60);
 
 fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
     GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, on};
 use firn_node::{Platform, wait_for};
 
-const WAIT: Duration = Duration::from_secs(20);
+const WAIT: Duration = Duration::from_secs(60);
 
 /// All that a job has in /dev/shm.
 const SEMAPHORES: &str = "sem.answers\nsem.requests\nsem.rounds";

@@ -14,7 +14,7 @@ use firn_lab::{
 use firn_node::{Platform, Process, wait_for};
 use serde_json::Value;
 
-const WAIT: Duration = Duration::from_secs(20);
+const WAIT: Duration = Duration::from_secs(60);
 
 /// A program of the job that writes what it is called with.
 const HOOK: &str = "cat >/hook <<'E'\n#!/bin/sh\n\

@@ -21,7 +21,7 @@ const INSIDE: &str = "unix-talk pair none /pair &
     until [ -S /in.sock ]; do sleep 0.1; done
     unix-talk talk /in.sock /inside &";
 
-const WAIT: Duration = Duration::from_secs(20);
+const WAIT: Duration = Duration::from_secs(60);
 
 fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
     let host = GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])?;
