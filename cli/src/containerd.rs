@@ -360,15 +360,6 @@ impl Containerd {
         Ok(got.mounts)
     }
 
-    pub async fn has_task(&self, id: &str) -> Result<bool, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Get";
-        match self.call(call, id.to_owned()).await {
-            Ok(()) => Ok(true),
-            Err(error) if error.is_absent() => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Gives the pid of its init; 0 as long as there is none.
     pub async fn create(&self, task: CreateTask) -> Result<u32, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Create";

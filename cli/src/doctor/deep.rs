@@ -226,7 +226,7 @@ impl<'a> Probe<'a> {
 
     /// All of it, as far as it is there.
     async fn remove(&self) -> Result<()> {
-        let is_there = self.containerd.has_task(self.id()).await?;
+        let is_there = self.containerd.task_state(self.id()).await?.is_some();
         if is_there && self.end().await.is_err() {
             // It was created and not started.
             self.containerd.delete(self.id()).await?;

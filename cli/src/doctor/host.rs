@@ -1,5 +1,6 @@
 //! Checks of the kernel's interfaces and of files on the host.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use firn_cdi::{KIND, Registry};
@@ -10,23 +11,15 @@ use super::Check;
 
 pub fn checks(config: &Config) -> Vec<Check> {
     vec![
-        root(Path::new(STATUS)),
         cgroups(Path::new("/sys/fs/cgroup")),
         huge_pages(config.checkpoint.huge_pages, &Switch::of_host()),
         cdi(&config.create.cdi_dirs),
     ]
 }
 
-/// Who is not root does not see what the other checks look at.
-pub fn not_root() -> Option<Check> {
-    Some(root(Path::new(STATUS))).filter(|check| check.found == NOT_ROOT)
-}
-
-const STATUS: &str = "/proc/self/status";
-const NOT_ROOT: &str = "this is not root, and nothing else was checked";
-
-/// What containerd can do, and this program needs to see the same.
-fn root(status: &Path) -> Check {
+/// What containerd can do, and this program needs to see the same. Breaks off for who is not root, and does
+/// not see what the other checks look at.
+pub fn root(status: &Path) -> ControlFlow<Check, Check> {
     const NAME: &str = "root";
     /// Capabilities by their numbers.
     const NEEDED: [(u32, &str); 3] = [
@@ -40,7 +33,8 @@ fn root(status: &Path) -> Check {
         line.split_whitespace().next()
     };
     if field("Uid:") != Some("0") {
-        return Check::fail(NAME, NOT_ROOT, "`sudo firn doctor`");
+        let found = "this is not root, and nothing else was checked";
+        return ControlFlow::Break(Check::fail(NAME, found, "`sudo firn doctor`"));
     }
     let held = field("CapEff:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
     let lacks = |number: u32| held.unwrap_or_default() & (1 << number) == 0;
@@ -49,7 +43,7 @@ fn root(status: &Path) -> Check {
         .filter(|(number, _)| lacks(*number))
         .map(|(_, name)| *name)
         .collect();
-    match missing.is_empty() {
+    ControlFlow::Continue(match missing.is_empty() {
         true => Check::ok(NAME, "root with all capabilities that CRIU needs"),
         false => Check::fail(
             NAME,
@@ -57,7 +51,7 @@ fn root(status: &Path) -> Check {
             "run it, and containerd, on the node itself and in no container that drops capabilities; \
              `capsh --print` shows them",
         ),
-    }
+    })
 }
 
 /// Puts back the host's setting first, if a shim that was killed has left another.
@@ -155,13 +149,15 @@ mod tests {
             std::fs::write(file.path(), format!("Uid:\t{uid}\t0\nCapEff:\t{mask}\n")).unwrap();
             root(file.path())
         };
-        assert_eq!(of(0, "000001ffffffffff").status, Status::Ok);
+        let whole = of(0, "000001ffffffffff").continue_value().unwrap();
+        assert_eq!(whole.status, Status::Ok);
+        let part = of(0, "00000000a80425fb").continue_value().unwrap();
         assert!(
-            of(0, "00000000a80425fb")
-                .found
+            part.found
                 .ends_with("CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_SYS_ADMIN")
         );
-        assert_eq!(of(1000, "000001ffffffffff").remedy.unwrap(), "`sudo firn doctor`");
+        let user = of(1000, "000001ffffffffff").break_value().unwrap();
+        assert_eq!(user.remedy.unwrap(), "`sudo firn doctor`");
     }
 
     #[test]

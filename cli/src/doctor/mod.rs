@@ -10,6 +10,7 @@ mod programs;
 mod remains;
 mod space;
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use anyhow::Result;
@@ -107,9 +108,12 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
         .address
         .parent()
         .unwrap_or(Path::new("/run/containerd"));
-    if let Some(check) = host::not_root() {
-        checks.push(check);
-        return shown(&checks, args.json);
+    match host::root(Path::new("/proc/self/status")) {
+        ControlFlow::Continue(check) => checks.push(check),
+        ControlFlow::Break(check) => {
+            checks.push(check);
+            return shown(&checks, args.json);
+        }
     }
     checks.extend(host::checks(&config));
     checks.extend(clients::checks(&daemon));

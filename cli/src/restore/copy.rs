@@ -63,7 +63,10 @@ pub async fn restore(
     };
     let done = match done {
         Err(error) => Err(made.discarded(&containerd, error).await),
-        done => done,
+        Ok(restored) => {
+            made.done(&containerd).await;
+            Ok(restored)
+        }
     };
     if let Err(error) = plain.end_lease(&lease).await {
         note!("firn: what was read of the checkpoint is left for a day: {error}");

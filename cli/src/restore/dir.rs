@@ -122,7 +122,7 @@ pub(super) async fn start_once(
     }
     let pid = started?;
     // The bundle has the spec now.
-    if made.changed.take().is_some() {
+    if made.changed.is_some() {
         let kept = Container {
             spec: container.spec.clone(),
             ..chosen.clone()
@@ -134,6 +134,8 @@ pub(super) async fn start_once(
                 names::ANNOTATION_GPU_MAP
             );
         }
+        // Order matters: until here an interruption puts the container back.
+        made.changed = None;
     }
     Ok(pid)
 }

@@ -14,7 +14,6 @@ use super::{dir, named};
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Container, Containerd, Snapshot};
 use crate::oci_image::{Index, media};
-use crate::output::note;
 use crate::steps::Steps;
 use crate::work_dir::WorkDir;
 
@@ -66,8 +65,6 @@ pub(super) async fn restored(
     let started = steps.follow(containerd, (namespace, &container.id), start).await;
     restored.pid = Some(started?);
     steps.end();
-    if let Err(error) = containerd.remove_snapshot(own).await {
-        note!("firn: snapshot {} is left: {error}", own.key);
-    }
+    made.replaced = Some((container.snapshotter, container.snapshot_key));
     Ok(restored)
 }

@@ -24,9 +24,22 @@ pub(super) struct Made {
     pub changed: Option<Container>,
     /// Id of a container that may have a task of this restore.
     pub task_of: Option<String>,
+    /// The snapshot that a container had before this restore, which nobody needs after it.
+    pub replaced: Option<(String, String)>,
 }
 
 impl Made {
+    /// Removes what the restore has replaced. Not to be interrupted: the container runs.
+    pub async fn done(self, containerd: &Containerd) {
+        if let Some((snapshotter, key)) = &self.replaced {
+            let snapshot = Snapshot { snapshotter, key };
+            report(
+                &format!("snapshot {key}"),
+                containerd.remove_snapshot(snapshot).await,
+            );
+        }
+    }
+
     /// Removes all of it after this error. Returns the error of the restore.
     pub async fn discarded(self, containerd: &Containerd, error: RestoreError) -> RestoreError {
         match self.discard(containerd).await {
