@@ -322,6 +322,20 @@ impl GpuHost {
         Ok(value.map(|value| serde_json::from_str(&value)).transpose()?)
     }
 
+    /// How many processes have this name.
+    pub fn processes(&self, name: &str) -> usize {
+        let processes = self.node.processes().into_iter();
+        processes.filter(|process| process.command == name).count()
+    }
+
+    /// Waits until nothing runs of containers that clients of firn-runc have removed.
+    pub fn nothing_of_runc_runs(&self, limit: Duration) -> Result<()> {
+        let left = ["conmon", "gpu-counter", "firn-runc", "firn-gpu", "criu"];
+        wait_for("the end of everything", limit, || {
+            Ok(left.iter().all(|name| self.processes(name) == 0).then_some(()))
+        })
+    }
+
     /// Disturbs calls of the simulated driver: arguments of `simgpu fault add`.
     pub fn fault(&self, arguments: &[&str]) -> Result<()> {
         self.node

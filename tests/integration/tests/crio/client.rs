@@ -99,12 +99,6 @@ impl<'h> Crictl<'h> {
         ])
     }
 
-    fn processes(self, name: &str) -> Vec<String> {
-        let processes = self.0.node().processes().into_iter();
-        let named = processes.filter(|process| process.command == name);
-        named.map(|process| process.pid.to_string()).collect()
-    }
-
     /// Whether firn-runc has a note of an open transaction.
     fn is_noted(self) -> bool {
         let find = ["find", "/run/firn/runc", "-type", "f"];
@@ -139,13 +133,7 @@ impl<'h> Crictl<'h> {
         }
         self.run(&["rmp", "--all", "--force"])?;
         ensure!(!self.is_noted(), "a note is left");
-        wait_for("the end of everything", LIMIT, || {
-            let left = ["conmon", "gpu-counter", "firn-runc", "firn-gpu", "criu"];
-            Ok(left
-                .iter()
-                .all(|name| self.processes(name).is_empty())
-                .then_some(()))
-        })?;
+        self.0.nothing_of_runc_runs(LIMIT)?;
         self.uses(&[])
     }
 }

@@ -162,10 +162,8 @@ impl Podman<'_> {
         Ok(self.0.node().run(&["simgpu", "smi"])?.stdout.contains("state=1"))
     }
 
-    pub fn processes(self, name: &str) -> Vec<String> {
-        let processes = self.0.node().processes().into_iter();
-        let named = processes.filter(|process| process.command == name);
-        named.map(|process| process.pid.to_string()).collect()
+    pub fn processes(self, name: &str) -> usize {
+        self.0.processes(name)
     }
 
     /// Kills the processes of firn-runc: the transaction's alone, or the called one, too.
@@ -207,20 +205,14 @@ impl Podman<'_> {
         }
         ensure!(!self.0.node().path(ARCHIVE).exists(), "{ARCHIVE} is left");
         ensure!(!self.is_noted(), "the note is left");
-        ensure!(self.processes("firn-gpu").is_empty(), "firn-gpu is left");
+        ensure!(self.processes("firn-gpu") == 0, "firn-gpu is left");
         Ok(())
     }
 
     /// Removes all containers. Nothing of them is left.
     pub fn clear(self) -> Result<()> {
         self.run(&["rm", "--all", "--force", "--time", "0"])?;
-        wait_for("the end of everything", LIMIT, || {
-            let left = ["conmon", "gpu-counter", "firn-runc", "firn-gpu", "criu"];
-            Ok(left
-                .iter()
-                .all(|name| self.processes(name).is_empty())
-                .then_some(()))
-        })?;
+        self.0.nothing_of_runc_runs(LIMIT)?;
         self.uses(&[])
     }
 }

@@ -130,7 +130,7 @@ fn a_failed_restore_leaves_nothing(platform: Platform) -> Result<()> {
         );
         node.no_faults()?;
         podman.uses(&[])?;
-        ensure!(podman.processes("gpu-counter").is_empty(), "a process is left");
+        ensure!(podman.processes("gpu-counter") == 0, "a process is left");
         // podman keeps a container that could not be restored.
         podman.run(&["rm", "--force", "job"])?;
         podman.run(&["container", "restore", "--import", ARCHIVE])?;
@@ -239,11 +239,8 @@ fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
             let command = command.args(import).stdout(Stdio::null()).stderr(Stdio::piped());
             let mut client = command.spawn()?;
             wait_for("processes that wait for the driver", LIMIT, || {
-                let is_restored = podman.processes("gpu-counter").len() == 1;
-                Ok(
-                    (podman.is_noted() && is_restored && podman.processes("firn-gpu").len() == 1)
-                        .then_some(()),
-                )
+                let is_restored = podman.processes("gpu-counter") == 1;
+                Ok((podman.is_noted() && is_restored && podman.processes("firn-gpu") == 1).then_some(()))
             })?;
             podman.kill(both)?;
             if both {
@@ -263,7 +260,7 @@ fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
                 ensure!(error.contains("FIRN-RUNC-KILLED: "), "{error}");
             }
             ensure!(!podman.is_noted(), "the note is left");
-            ensure!(podman.processes("gpu-counter").is_empty(), "a process is left");
+            ensure!(podman.processes("gpu-counter") == 0, "a process is left");
         }
         podman.run(&["rm", "--force", "job"])?;
         podman.run(&import)?;
