@@ -40,6 +40,7 @@ import released
 import samples
 import served
 import slices
+import traps
 
 
 class Report:
@@ -204,7 +205,7 @@ def known_cases(args):
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
         *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
-        *clients.all_cases(args),
+        *clients.all_cases(args), *traps.all_cases(args),
     ]
 
 
@@ -247,6 +248,7 @@ def arguments():
     parser.add_argument("--peer-rounds", type=int, default=1, help="rounds of the cases `peer-SIZE`")
     parser.add_argument("--client-gib", default="0.5", help="GiB of the cases `clients`")
     parser.add_argument("--client-rounds", type=int, default=2, help="rounds of the cases `tool-SIZE`")
+    parser.add_argument("--failing-gib", type=float, default=8, help="GiB of the process in the case `failing-disk`")
     parser.add_argument("--runtime", default="io.containerd.firn.v2", help="containerd runtime to test")
     parser.add_argument("--no-gpu", action="store_true", help="only the cases that need no GPU")
     parser.add_argument("--work", default="/var/lib/firn-gpu-test", help="directory on disk; it must not exist")

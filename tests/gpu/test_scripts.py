@@ -29,8 +29,18 @@ import run
 import samples
 import served
 import simgpu_smi
+import traps
 from test_pauses import Pauses
 from test_turns import Lend, Turns  # their tests are run with these
+
+
+class Traps(unittest.TestCase):
+    """What a refused pipeline prints is compared step by step."""
+
+    def test_first_difference(self):
+        self.assertEqual(traps.compare({0: "a", 1: "b"}, {0: "a", 1: "c"}), "step 1: c, not b")
+        self.assertEqual(traps.compare({0: "a", 1: "b"}, {0: "a"}), "step 1: None, not b")
+        self.assertEqual(traps.compare({0: "a"}, {0: "a"}), "none")
 
 
 class Compare(unittest.TestCase):
