@@ -11,6 +11,7 @@ pub mod clock;
 mod deleted_name;
 mod lexical;
 pub mod mountinfo;
+pub mod of_root;
 mod open_below;
 pub mod ordered;
 mod problem;

@@ -23,8 +23,9 @@ use super::ImageDir;
 use super::dir::close_to_others;
 use crate::blocking::{Left, stoppable_until};
 use crate::cancel::CancellationToken;
+use crate::recording::new_id;
 use crate::warn::OrWarn;
-use firn_host::{Rfc3339, UnlessAbsent};
+use firn_host::{Rfc3339, UnlessAbsent, of_root};
 
 /// How long a copy may continue once the container is killed.
 const KILLED: Duration = Duration::from_secs(5);
@@ -47,21 +48,32 @@ pub fn is_complete(dir: &Path) -> bool {
     dir.join(names::MANIFEST).is_file()
 }
 
-/// A directory of the same name next to the image, on the image's file system.
+/// A directory of the same name next to the image, on the image's file system. Its end is random: next to
+/// containerd's directories anybody may make a directory, and one of this name would stand in the way.
 pub fn sibling(image: &Path, place: &Path) -> PathBuf {
     let mut name = OsString::from(names::RESCUE_PREFIX);
     name.push(place.file_name().unwrap_or_default());
+    name.push(format!("-{}", new_id()));
     image.with_file_name(name)
 }
 
 /// Makes hard links to the files in `dir`, in the rescue directory.
 pub fn link(image: &ImageDir, dir: &Path) -> io::Result<()> {
     make_root(dir.parent().unwrap_or(dir))?;
-    link_sibling(image, dir)
+    link_in(image, dir)
 }
 
-/// Makes hard links in a directory that does not belong to firn and whose mode stays as it is.
+/// Makes hard links in a directory that does not belong to firn and whose mode stays as it is. Fails if
+/// another user could put a directory of theirs in the new one's place.
 pub(crate) fn link_sibling(image: &ImageDir, dir: &Path) -> io::Result<()> {
+    let parent = dir.parent().ok_or(ErrorKind::InvalidInput)?;
+    if !of_root::holds_for_root(&fs::metadata(parent)?) {
+        return Err(ErrorKind::PermissionDenied.into());
+    }
+    link_in(image, dir)
+}
+
+fn link_in(image: &ImageDir, dir: &Path) -> io::Result<()> {
     fill(image, dir, |from, to| fs::hard_link(from, to))
 }
 
@@ -241,6 +253,30 @@ pub mod tests {
             (0o700, 0o1777),
             "/tmp is not firn's"
         );
+    }
+
+    #[tokio::test]
+    async fn a_place_that_others_control_gets_no_image() {
+        let World {
+            image, client, kept, ..
+        } = &world().await;
+        let parent = client.parent().unwrap();
+        let (mode, owner) = (
+            |mode| fs::set_permissions(parent, std::os::unix::fs::PermissionsExt::from_mode(mode)),
+            |owner| std::os::unix::fs::chown(parent, Some(owner), None),
+        );
+        mode(0o1777).unwrap();
+        let [one, other] = [(); 2].map(|()| sibling(client, kept));
+        assert_ne!(one, other, "the name can be predicted");
+        mode(0o777).unwrap();
+        link_sibling(image, &one).unwrap_err();
+        mode(0o755).unwrap();
+        owner(1000).unwrap();
+        link_sibling(image, &one).unwrap_err();
+        assert!(!one.exists());
+        owner(0).unwrap();
+        link_sibling(image, &one).unwrap();
+        assert!(is_complete(&one));
     }
 
     #[tokio::test]
