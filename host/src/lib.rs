@@ -9,6 +9,7 @@ pub mod bounded;
 pub mod cgroup_mounts;
 pub mod clock;
 mod deleted_name;
+pub mod durable;
 mod lexical;
 pub mod mountinfo;
 pub mod of_root;

@@ -13,6 +13,7 @@ use std::future::Future;
 
 use firn_gpu::{CudaProcess, CudaState};
 
+use crate::end_proof::EndProof;
 use crate::phase::Phase;
 use crate::warn::OrWarn;
 
@@ -72,9 +73,18 @@ pub trait Dump: Device {
     /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
     /// anything is locked, and again when this one stands still. The dump waits for their dumps.
     fn meet(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
-    /// Dumps the frozen container and completes the image. A failure leaves all tasks alive, and thaws the
-    /// cgroup when CRIU was killed. It cleans nothing up: the rollback must not wait for that.
+    /// Dumps the frozen container. A failure leaves all tasks alive, and thaws the cgroup when CRIU was
+    /// killed; a success may leave it thawed too. It cleans nothing up: the rollback must not wait for that.
     fn dump(&mut self, processes: &[CudaProcess]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Fails unless the container stands still, and has done so since the first call: whatever is read from
+    /// it is of one moment.
+    fn expect_frozen(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Describes the dump: its checksums.
+    fn describe(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Completes the image by its manifest.
+    fn complete(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Writes the image to its disk. After a failure it is none.
+    fn sync(&mut self) -> impl Future<Output = Result<EndProof, Self::Error>> + Send;
     /// Ends what a CRIU that was killed has left of the container's connections, and removes its links of
     /// files, before a thread runs.
     fn release_from_criu(&mut self) -> impl Future<Output = ()> + Send;

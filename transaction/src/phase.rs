@@ -4,8 +4,8 @@
 //! ```text
 //! checkpoint: [prepare -] inspect - gpu-lock - gpu-checkpoint - freeze - criu-dump
 //!             [- copy-memory] - manifest
-//!             leave running: - gpu-restore - gpu-unlock [- resumed]
-//!             exit:          - end
+//!             leave running: - gpu-restore - gpu-unlock [- resumed] - sync
+//!             exit:          - sync - end
 //! pause:      [prepare -] inspect - gpu-lock - gpu-checkpoint
 //! resume:     [grant -] gpu-restore - gpu-unlock [- resumed]
 //! move:       a pause, then a resume
@@ -73,6 +73,8 @@ pub enum Phase {
     CopyMemory,
     /// firn writes the checksums and the manifest. A phase of the timings only.
     Manifest,
+    /// firn makes sure that the image is on its disk.
+    Sync,
     /// A parked container gets other GPUs: device rules, nodes, spec.
     Grant,
     /// The driver copies the GPU state back onto the GPUs and unlocks the processes.
@@ -112,6 +114,7 @@ impl Phase {
             Self::CopyMemory => ("copy-memory", "copy the memory"),
             Self::FillMemory => ("fill-memory", "fill the memory from the store"),
             Self::Manifest => ("manifest", "write the manifest"),
+            Self::Sync => ("sync", "write the image to its disk"),
             Self::Grant => ("grant", "give the container other GPUs"),
             Self::GpuRestore => ("gpu-restore", "restore the GPU state"),
             Self::GpuUnlock => ("gpu-unlock", "unlock the CUDA processes"),
@@ -156,6 +159,7 @@ mod tests {
             CopyMemory,
             FillMemory,
             Manifest,
+            Sync,
             Grant,
             GpuRestore,
             GpuUnlock,

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use firn_host::durable::NotOnDisk;
 use firn_host::{Problem, ProblemLine};
 
 use crate::containerd::CallError;
@@ -68,6 +69,9 @@ pub enum CheckpointError {
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
     Signals(#[from] io::Error),
+    #[error("the checkpoint is lost, and the container is as it was")]
+    #[problem("FIRN-DUMP", "see whether its file system has room and works (`dmesg`)")]
+    NotOnDisk(#[from] NotOnDisk),
     #[error(transparent)]
     Place(#[from] Ambiguous),
     #[error(transparent)]

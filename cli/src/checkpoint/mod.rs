@@ -11,6 +11,7 @@ mod target;
 use std::time::Instant;
 
 use anyhow::Result;
+use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 
 pub use alone::Alone;
@@ -110,6 +111,21 @@ fn print(
     Ok(())
 }
 
+/// The bytes of a checkpoint, and the proof for a container that is to end. One that goes on does not stand
+/// still for the disk.
+async fn filled(
+    args: &CheckpointArgs,
+    source: &Source,
+    target: &mut Target,
+    steps: &mut Steps,
+) -> Result<(u64, Option<EndProof>), CheckpointError> {
+    let bytes = target.fill(source, steps).await?;
+    match args.exit {
+        true => Ok((bytes, Some(target.durable(steps).await?))),
+        false => Ok((bytes, None)),
+    }
+}
+
 /// Returns the container's id and the bytes of the checkpoint.
 async fn checkpoint(
     args: &CheckpointArgs,
@@ -134,17 +150,19 @@ async fn checkpoint(
         }
     };
     let paused = source.pause(steps).await;
+    let interrupted = || CheckpointError::Interrupted { id: id.clone() };
     let work = async {
         paused?;
-        target.fill(&source, steps).await
+        filled(args, &source, &mut target, steps).await
     };
-    let done = match interrupts.unless(work).await {
-        Some(done) => done,
-        None => Err(CheckpointError::Interrupted { id: id.clone() }),
-    };
-    let ended = match &done {
-        Ok(_) if args.exit => source.end(steps).await,
-        Ok(_) => source.resume().await,
+    let mut done = interrupts
+        .unless(work)
+        .await
+        .unwrap_or_else(|| Err(interrupted()));
+    let proof = done.as_mut().map(|(_, proof)| proof.take());
+    let ended = match proof {
+        Ok(Some(proof)) => source.end(proof, steps).await,
+        Ok(None) => source.resume().await,
         Err(_) => {
             target.discard(&containerd).await;
             let resumed = source.resume().await;
@@ -153,6 +171,14 @@ async fn checkpoint(
             resumed
         }
     };
+    let mut done = done.map(|(bytes, _)| bytes);
+    if done.is_ok() && ended.is_ok() && !args.exit {
+        let synced = interrupts.unless(target.durable(steps)).await;
+        if let Err(error) = synced.unwrap_or_else(|| Err(interrupted())) {
+            target.discard(&containerd).await;
+            done = Err(error);
+        }
+    }
     if let Err(error) = source.release().await {
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }

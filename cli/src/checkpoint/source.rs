@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_transaction::end_proof::EndProof;
 use prost::Message;
 use tokio::time::sleep;
 
@@ -210,7 +211,7 @@ impl Source {
     }
 
     /// Ends it, while it stands still: none of its threads runs again.
-    pub async fn end(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
+    pub async fn end(&self, _proof: EndProof, steps: &mut Steps) -> Result<(), CheckpointError> {
         steps.begin("exit");
         self.containerd.kill(self.id()).await?;
         CallError::removed(self.containerd.wait(self.id()).await)?;

@@ -5,16 +5,20 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use firn_host::UnlessAbsent;
+use firn_host::durable::{self, NotOnDisk};
+use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
+use tokio::sync::oneshot;
 
 use super::error::CheckpointError;
 use super::source::Source;
 use crate::containerd::{CallError, Containerd, Image};
 use crate::moves::is_firns;
-use crate::oci_image::{self, ImageError, Layout};
+use crate::oci_image::{self, Layout};
 use crate::output::note;
 use crate::place::Place;
 use crate::steps::Steps;
@@ -85,7 +89,7 @@ impl Target {
                 *is_made = true;
                 Ok(taken.index.bytes())
             }
-            Self::File(path, file) => {
+            Self::File(_, file) => {
                 let taken = source.take(steps).await?;
                 steps.begin("write");
                 let layout = Layout {
@@ -94,13 +98,33 @@ impl Target {
                     parts: &taken.index.manifests,
                 };
                 let bytes = oci_image::write(&source.containerd, &layout, file, steps, || {}).await?;
-                let synced = file.sync_all();
-                synced.map_err(ImageError::file(format!("write {}", path.display())))?;
                 steps.end();
                 Ok(bytes)
             }
             Self::Dir(path, _) => directory(source, path, steps).await,
         }
+    }
+
+    /// Shows that the checkpoint is on its disk. Takes as long as the disk does; who does not wait any longer
+    /// leaves the thread behind.
+    pub async fn durable(&self, steps: &mut Steps) -> Result<EndProof, CheckpointError> {
+        let sync: Box<dyn FnOnce() -> Result<Durable, NotOnDisk> + Send> = match self {
+            Self::Image(name, _) => return Ok(EndProof::committed(name)),
+            Self::File(path, _) => {
+                let path = path.clone();
+                Box::new(move || Durable::file(&path))
+            }
+            Self::Dir(path, is_new) => {
+                let (path, is_new) = (path.clone(), *is_new);
+                Box::new(move || of_directory(&path, is_new))
+            }
+        };
+        steps.begin("sync");
+        let (send, synced) = oneshot::channel();
+        std::thread::spawn(move || drop(send.send(sync())));
+        let synced = synced.await.map_err(io::Error::other)?;
+        steps.end();
+        Ok(synced?.into())
     }
 
     /// Removes what was made. May be called again.
@@ -121,6 +145,20 @@ impl Target {
             note!("firn: {} is left: {error}", path.display());
         }
     }
+}
+
+/// The image, the layer, and the directory that has both.
+fn of_directory(path: &Path, is_new: bool) -> Result<Durable, NotOnDisk> {
+    let image = Durable::tree(&path.join(names::ARCHIVE_IMAGE), &AtomicBool::new(false))?;
+    let layer = path.join(names::ARCHIVE_LAYER);
+    if layer.symlink_metadata().is_ok() {
+        durable::sync_file(&layer)?;
+    }
+    durable::sync_names(path)?;
+    if is_new && let Some(above) = path.parent() {
+        durable::sync_names(above)?;
+    }
+    Ok(image)
 }
 
 /// Removes the image from a directory, and the directory if it is ours.

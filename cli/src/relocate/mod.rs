@@ -20,6 +20,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use firn_gpu::Gpu;
+use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -167,11 +168,13 @@ async fn moved(
         Err(error) => Err(error),
     };
     let ended = match &done {
-        Ok(_) => ended(&source, steps).await.map_err(|error| MoveError::Left {
-            target: args.target.clone(),
-            id: args.container.clone(),
-            message: error.shown(),
-        }),
+        Ok(_) => ended(&source, EndProof::of_copy(&args.target), steps)
+            .await
+            .map_err(|error| MoveError::Left {
+                target: args.target.clone(),
+                id: args.container.clone(),
+                message: error.shown(),
+            }),
         Err(MoveError::Unknown { .. }) => Ok(()),
         Err(_) => source.resume().await.map_err(MoveError::from),
     };
@@ -321,8 +324,8 @@ fn unknown(args: &MoveArgs) -> MoveError {
 }
 
 /// Removes the source.
-async fn ended(source: &Source, steps: &mut Steps) -> Result<(), MoveError> {
-    source.end(steps).await?;
+async fn ended(source: &Source, proof: EndProof, steps: &mut Steps) -> Result<(), MoveError> {
+    source.end(proof, steps).await?;
     let (container, containerd) = (&source.container, &source.containerd);
     CallError::removed(containerd.delete_container(&container.id).await)?;
     let snapshot = Snapshot {

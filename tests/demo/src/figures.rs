@@ -116,7 +116,7 @@ impl Step {
 }
 
 /// The phases in their order, each with a short description.
-const PHASES: [(&str, &str); 13] = [
+const PHASES: [(&str, &str); 14] = [
     (
         "inspect",
         "find the CUDA processes, refuse what cannot be restored",
@@ -132,6 +132,7 @@ const PHASES: [(&str, &str); 13] = [
         "CRIU writes the processes, with their GPU memory, to files",
     ),
     ("manifest", "firn writes the description that the restore reads"),
+    ("sync", "the files are written to their disk"),
     ("end", "the container ends"),
     ("criu-restore", "CRIU restores the processes, stopped"),
     (

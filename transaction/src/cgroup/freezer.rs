@@ -51,6 +51,35 @@ pub enum FreezerState {
     Frozen,
 }
 
+/// The kernel counts in whole microseconds.
+const ROUNDED: Duration = Duration::from_micros(2);
+
+/// A look at the freezer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Still {
+    state: FreezerState,
+    /// For how long the cgroup has been frozen altogether, read between `from` and `until`.
+    frozen: Option<Duration>,
+    from: std::time::Instant,
+    until: std::time::Instant,
+}
+
+impl Still {
+    /// What shows that processes have run since an earlier look; none if nothing does. Time in which the
+    /// cgroup was not frozen is missing in the kernel's count: that finds a thaw which is over, too.
+    pub(crate) fn unlike(&self, earlier: &Self) -> Option<String> {
+        match self.state {
+            FreezerState::Frozen => {}
+            FreezerState::Thawed => return Some("somebody has turned its freezer off".to_owned()),
+            FreezerState::Freezing => return Some("a thread does not stop".to_owned()),
+        }
+        let frozen = self.frozen?.saturating_sub(earlier.frozen?);
+        let passed = self.from.saturating_duration_since(earlier.until);
+        let missing = passed.saturating_sub(frozen + ROUNDED);
+        (!missing.is_zero()).then(|| format!("it was thawed for {} us meanwhile", missing.as_micros()))
+    }
+}
+
 impl Cgroup {
     /// The freezer's current state.
     pub fn freezer_state(&self) -> Result<FreezerState, CgroupError> {
@@ -141,6 +170,34 @@ impl Cgroup {
             pause = (pause * 2).min(SLOWEST);
         }
         Ok(())
+    }
+
+    /// Looks whether all processes stand still. Threads that are still on their way into the freezer are
+    /// waited for.
+    pub(crate) async fn still(&self, limit: Duration) -> Result<Still, CgroupError> {
+        let begun = Instant::now();
+        let mut pause = FASTEST;
+        let mut state = self.freezer_state()?;
+        while state == FreezerState::Freezing && begun.elapsed() < limit {
+            sleep(pause).await;
+            pause = (pause * 2).min(SLOWEST);
+            state = self.freezer_state()?;
+        }
+        let from = std::time::Instant::now();
+        let frozen = self.frozen_for()?;
+        Ok(Still {
+            state,
+            frozen,
+            from,
+            until: std::time::Instant::now(),
+        })
+    }
+
+    /// For how long the cgroup has been frozen altogether, where the kernel counts that (v2, since 6.18).
+    fn frozen_for(&self) -> Result<Option<Duration>, CgroupError> {
+        let stat = FlatKeyed::read(&self.freezer_dir()?.join("cgroup.stat.local"))?;
+        let micros = stat.and_then(|stat| stat.find("frozen_usec"));
+        Ok(micros.map(Duration::from_micros))
     }
 
     fn freezer_dir(&self) -> Result<PathBuf, CgroupError> {

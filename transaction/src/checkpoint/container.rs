@@ -1,6 +1,7 @@
 //! The effects of a checkpoint on a real container.
 
 mod copying;
+mod image;
 mod inspection;
 mod kept_image;
 mod manifest;
@@ -11,27 +12,26 @@ use std::path::{Path, PathBuf};
 
 use firn_config::{Config, Tcp, names};
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
+use firn_gpu::{CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
-use firn_image::manifest::{DriverVersion, DumpFlags, Versions};
+use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
 
+use super::Request;
 use super::dump::{Found, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
-use super::{Request, join};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
-use crate::cgroup::Cgroup;
+use crate::cgroup::{Cgroup, Still};
 use crate::container::Container;
 use crate::driver::{Driver, WorkerError};
-use crate::effects::{self, Device, Dump};
+use crate::effects::{self, Device};
+use crate::end_proof::EndProof;
 use crate::huge_pages;
 use crate::journal::{self, Journal, Operation};
-use crate::killed_criu;
-use crate::layer;
 use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::procfs;
@@ -39,6 +39,7 @@ use crate::reaper::Reaper;
 use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::OrWarn;
+use copying::Copied;
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
@@ -105,6 +106,12 @@ pub(super) struct Progress {
     unix_sockets: Vec<UnixSocket>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
+    /// What the manifest will have.
+    described: Vec<CheckpointedProcess>,
+    copied: Copied,
+    images: Vec<ImageFile>,
+    /// How the container stood still when that was looked at first.
+    still: Option<Still>,
     /// Files that the dump has left. They are removed once the workload runs again or has ended.
     leftovers: Leftovers,
     pub complete: bool,
@@ -171,9 +178,10 @@ impl ContainerEffects<'_> {
             .or_warn(format_args!("cannot thaw {}", self.container.id));
     }
 
-    /// Ends a container whose image is complete: kills it, deletes the runtime's state, and waits until init
-    /// is reaped.
-    pub(super) async fn finish_container(&mut self) -> Result<(), EndError> {
+    /// Ends a container whose image is on its disk: kills it, deletes the runtime's state, and waits until
+    /// init is reaped.
+    pub(super) async fn finish_container(&mut self, proof: EndProof) -> Result<(), EndError> {
+        log::info!("container={} ends: {proof}", self.container.id);
         self.journal.enter_anyway(Phase::End).await;
         let limit = self.config.deadlines.end;
         self.cgroup.kill_all(limit).await?;
@@ -416,71 +424,5 @@ impl Device for ContainerEffects<'_> {
             }
         }
         Ok(states)
-    }
-}
-
-impl Dump for ContainerEffects<'_> {
-    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
-        let first = self.progress.source.is_none();
-        let parked = self.progress.parked.clone();
-        if first {
-            let cancel = self.cancel.clone();
-            self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
-            // That of a parked container was called at its pause.
-            if parked.is_none() {
-                self.call_prepare().await?;
-            }
-        }
-        let pids = self.cgroup.pids()?;
-        let assertions = self.source().assertions;
-        let cuda = match &parked {
-            Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
-            Some(parked) => parked.processes.clone(),
-            None if !self.container.traits.has_nvidia() => Vec::new(),
-            None => unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?,
-        };
-        self.refuse_by_process(assertions, &pids, &cuda).await?;
-        if first {
-            self.refuse_by_environment(pids, &cuda).await?;
-        }
-        self.journal.cuda(&cuda).await?;
-        self.timings.mark(Phase::Inspect);
-        Ok(cuda)
-    }
-
-    async fn meet(&mut self) -> Result<(), EffectError> {
-        let Some(meeting) = &self.request.meeting else {
-            return Ok(());
-        };
-        self.progress.met += 1;
-        join(meeting, self.progress.met, &self.cancel).await
-    }
-
-    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
-        self.timings.mark(Phase::Freeze);
-        if let Some(archive) = &self.request.layer {
-            let kept = self
-                .cancel
-                .unless_stopped(layer::keep(self.container, archive, self.reaper));
-            kept.await.ok_or_else(|| EffectError::stopped(&self.cancel))??;
-        }
-        let described = self.describe(processes);
-        let copied = self.dump_memory().await?;
-        self.log_saved(copied.memory.as_ref());
-        self.close_connections().await?;
-        self.journal.show(Phase::Manifest);
-        self.write_manifest(described, copied).await?;
-        self.timings.mark(Phase::Manifest);
-        self.meet().await?;
-        self.progress.complete = true;
-        self.progress.rescued = self.link_image().await;
-        Ok(())
-    }
-
-    async fn release_from_criu(&mut self) {
-        // Without a work directory CRIU was not started.
-        if let Some(work) = &self.progress.leftovers.work {
-            killed_criu::release(self.container, &work.log(), &self.cancel, self.reaper).await;
-        }
     }
 }

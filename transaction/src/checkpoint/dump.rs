@@ -14,6 +14,7 @@ use super::{KEPT_LOG, Request};
 use crate::blocking::{Left, stoppable_until};
 use crate::cancel::CancellationToken;
 use crate::container::Container;
+use crate::end_proof::Durable;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::killed_criu::DUMP_LOG;
@@ -164,9 +165,20 @@ pub(super) struct Found {
 pub(super) struct Leftovers {
     pub image: Option<ImageDir>,
     pub work: Option<WorkDir>,
+    /// The image has a manifest, and is not on its disk.
+    pub is_unsynced: bool,
 }
 
 impl Leftovers {
+    /// Those of a dump without a manifest.
+    pub(super) fn of(image: Option<ImageDir>, work: WorkDir) -> Self {
+        Self {
+            image,
+            work: Some(work),
+            is_unsynced: false,
+        }
+    }
+
     /// Keeps CRIU's log if `keep_log`, and removes everything but a complete image. Work that takes too
     /// long goes on in the background.
     pub(super) async fn tidy(
@@ -176,7 +188,11 @@ impl Leftovers {
         complete: bool,
         cancel: &CancellationToken,
     ) -> Found {
-        let Self { image, work } = self;
+        let Self {
+            image,
+            work,
+            is_unsynced,
+        } = self;
         let kept = keep_log.then(|| container.bundle.join(KEPT_LOG));
         let clean = move || {
             let mut found = Found::default();
@@ -186,6 +202,9 @@ impl Leftovers {
             }
             if let (Some(image), false) = (image, complete) {
                 found.gone = image.check().err();
+                if is_unsynced {
+                    image.remove_manifest();
+                }
                 image.clear();
             }
             if let Some(work) = work {
@@ -221,6 +240,24 @@ pub(super) async fn describe(
         Ok(described) => Ok(described?),
         Err(Left::Cancelled) => Err(EffectError::stopped(cancel)),
         Err(Left::Late) => Err(DumpError::Checksums { limit }.into()),
+    }
+}
+
+/// Makes sure that an image is on its disk, after which a workload may end for it.
+pub(super) async fn sync(
+    image: &ImageDir,
+    limit: Duration,
+    cancel: &CancellationToken,
+) -> Result<Durable, EffectError> {
+    let image = image.clone();
+    let synced = stoppable_until(limit, cancel.stopped(), move |stop| image.sync(stop));
+    match synced.await {
+        Ok(synced) => synced.map_err(|error| DumpError::from(error).into()),
+        Err(Left::Cancelled) => Err(EffectError::stopped(cancel)),
+        Err(Left::Late) => {
+            let what = "write the image to its disk";
+            Err(DumpError::Stalled { what, limit }.into())
+        }
     }
 }
 

@@ -1,9 +1,12 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
+mod end;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_host::durable::NotOnDisk;
 use firn_host::{Chain, Problem, ProblemLine, Remedy};
 use firn_image::criu::ImageFault;
 use firn_image::manifest::{ImageError, ManifestError};
@@ -25,6 +28,7 @@ use crate::memory::CopyError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
+pub use end::EndError;
 
 /// A failure of one effect of the transaction, or a refusal.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -60,6 +64,12 @@ pub enum EffectError {
     Look(LookError),
     #[error("the driver call failed")]
     Gpu(#[from] WorkerError),
+    #[error("the container did not stand still while its image was made: {how}")]
+    #[problem(
+        "FIRN-FREEZER",
+        "find who else thaws its cgroup (`systemctl thaw`, `runc resume`, another agent), and try again"
+    )]
+    Thawed { how: String },
     #[error("the freezer failed")]
     #[problem(
         "FIRN-FREEZER",
@@ -199,6 +209,12 @@ pub enum DumpError {
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
+    #[error(transparent)]
+    #[problem(
+        "FIRN-DUMP",
+        "see whether the image's file system has room and works (the kernel's log names a disk that fails)"
+    )]
+    NotOnDisk(#[from] NotOnDisk),
     #[error("cannot close connections in the image")]
     #[problem(
         "FIRN-DUMP",
@@ -219,17 +235,6 @@ impl From<ImageDirError> for EffectError {
 pub(crate) fn quoted(lines: &[String], log: &Path) -> String {
     let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
     format!("{lines} (log: {})", log.display())
-}
-
-/// Why a container that should end with its dump has not ended.
-#[derive(Debug, thiserror::Error)]
-pub enum EndError {
-    #[error("cannot kill its processes")]
-    Cgroup(#[from] CgroupError),
-    #[error("cannot delete it")]
-    Runtime(#[from] RuncError),
-    #[error("init has not ended")]
-    InitAlive,
 }
 
 /// What kind of failure a transaction ended with, for the caller's own codes.

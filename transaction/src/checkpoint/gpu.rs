@@ -13,7 +13,8 @@ use crate::cancel::CancellationToken;
 use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
-use crate::effects::Dump;
+use crate::effects::{Device, Dump};
+use crate::end_proof::EndProof;
 use crate::image_dir::ImageDirError;
 use crate::job_hook::HookError;
 use crate::journal::{self, Journal, Operation, Outcome};
@@ -22,6 +23,7 @@ use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recording;
 use crate::timings::PhaseTimings;
+use crate::warn::OrWarn;
 
 pub(super) async fn run(
     container: &Container,
@@ -75,7 +77,7 @@ async fn phases(
     effects: &mut ContainerEffects<'_>,
     was_frozen: bool,
     exit: bool,
-) -> Result<(), Failure<EffectError>> {
+) -> Result<Option<EndProof>, Failure<EffectError>> {
     // A container that its client has parked stays so.
     let checkpointed = match effects.progress.parked {
         Some(_) => Checkpointed::parked(effects).await?,
@@ -86,10 +88,35 @@ async fn phases(
     };
     let dumped = checkpointed.dump().await?;
     if exit {
-        Ok(())
+        dumped.sync().await.map(Some)
     } else {
-        dumped.leave_running().await
+        dumped.leave_running().await.map(|()| None)
     }
+}
+
+/// Ends a container. One that cannot be killed is suspended: what is left of it has no GPU state.
+async fn end(effects: &mut ContainerEffects<'_>, proof: EndProof) -> Result<(), EndError> {
+    let ended = effects.finish_container(proof).await;
+    let container = effects.container;
+    if ended.is_err() && procfs::is_alive(container.init.pid()) {
+        let frozen = effects.keep_frozen().await;
+        frozen.or_warn(format_args!("cannot freeze {}", container.id));
+        if !container.is_parked() {
+            container.set_state(InitState::Suspended);
+        }
+    }
+    ended
+}
+
+/// Makes sure that the image of a container that goes on is on its disk. One that is not is removed.
+async fn sync(effects: &mut ContainerEffects<'_>) -> Result<(), Failure<EffectError>> {
+    let synced = effects.sync().await;
+    if synced.is_err() {
+        effects.tidy(None).await;
+    }
+    synced
+        .map(drop)
+        .map_err(|source| Failure::new(Phase::Sync, source))
 }
 
 /// How a checkpoint has ended.
@@ -101,6 +128,8 @@ struct End {
     /// Of the hook `resumed`.
     resumed: Result<(), HookError>,
     is_alive: bool,
+    /// Its client has parked it.
+    is_parked: bool,
     /// The container has ended, and its client has gone and removed the image.
     gone: bool,
     /// Where a complete image is, if the client gets an error.
@@ -110,12 +139,16 @@ struct End {
 impl End {
     /// Ends what is to end, cleans up, and keeps a complete image.
     async fn of(
-        mut result: Result<(), Failure<EffectError>>,
+        result: Result<Option<EndProof>, Failure<EffectError>>,
         effects: &mut ContainerEffects<'_>,
         container: &Container,
         request: &Request,
         cancel: &CancellationToken,
     ) -> Self {
+        let (mut result, proof) = match result {
+            Ok(proof) => (Ok(()), proof),
+            Err(failure) => (Err(failure), None),
+        };
         let is_cancelled = result.is_err() && cancel.is_cancelled();
         if is_cancelled {
             // Containers of the same pod share its network.
@@ -126,13 +159,12 @@ impl End {
         if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
             container.set_state(InitState::Suspended);
         }
-        let ended = if result.is_ok() && request.exit {
-            effects.finish_container().await
-        } else {
-            Ok(())
+        let ended = match proof {
+            Some(proof) => end(effects, proof).await,
+            None => Ok(()),
         };
         // A killed process that still frees its memory is no zombie yet.
-        let is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
+        let mut is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
         if result.is_err() && !is_alive {
             effects.leave_thawed().await;
             drop(container.take_held());
@@ -148,22 +180,25 @@ impl End {
             }
             _ => {}
         }
+        // Order matters: what goes on does not wait for the disk.
+        if result.is_ok() && resumed.is_ok() && !request.exit && !request.image.is_containerds() {
+            result = sync(effects).await;
+            is_alive = result.is_ok() || effects.is_left_alive().await;
+        }
         let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
-        let image = match effects.progress.complete {
-            false => None,
-            true if result.is_err() || ended.is_err() || resumed.is_err() || gone => {
-                effects.keep_image().await
-            }
-            true => {
-                effects.drop_rescue().await;
-                None
-            }
+        let is_ok = result.is_ok() && ended.is_ok() && resumed.is_ok() && !gone;
+        let image = if effects.progress.complete && !is_ok {
+            effects.keep_image().await
+        } else {
+            effects.drop_rescue().await;
+            None
         };
         Self {
             result,
             ended,
             resumed,
             is_alive,
+            is_parked: container.is_parked(),
             gone,
             image,
         }
@@ -172,6 +207,7 @@ impl End {
     /// For the journal.
     fn outcome(&self) -> Outcome {
         match &self.result {
+            Ok(()) if self.is_left() => Outcome::Suspended,
             Ok(()) => Outcome::Done,
             Err(_) if !self.is_alive => Outcome::Ended,
             Err(failure) if failure.suspended.is_some() => Outcome::Suspended,
@@ -179,8 +215,16 @@ impl End {
         }
     }
 
+    /// Whether it was to end, and what is left of it stands still without its GPU state.
+    fn is_left(&self) -> bool {
+        self.ended.is_err() && self.is_alive && !self.is_parked
+    }
+
     /// Why the container is suspended, for the journal.
     fn reason(&self) -> Option<String> {
+        if let (true, Err(error)) = (self.is_left(), &self.ended) {
+            return Some(error.line());
+        }
         let suspended = self.result.as_ref().err()?.suspended.as_ref()?;
         Some(suspended.line())
     }

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! Begun --gpu_lock--> Locked --gpu_checkpoint--> Checkpointed --dump--> Dumped --leave_running--> running
-//!   |                   |                            |                   |     (exit: the container ends)
+//!   |                   |                            |                   |
+//!   |                   |                            |                   +--sync--> the container may end
 //!   +-------------------+---- any failure -----------+-------------------+
 //!                                  |
 //!                               rollback --> the workload as before, or suspended
@@ -31,6 +32,7 @@ use std::collections::BTreeSet;
 use firn_gpu::{CudaProcess, CudaState};
 
 use crate::effects::{Device, Dump, note};
+use crate::end_proof::EndProof;
 pub use crate::phase::Phase;
 use crate::warn::OrWarn;
 use firn_host::Chain;
@@ -133,7 +135,7 @@ impl<'e, E: Dump> Begun<'e, E> {
             gpu_checkpointing: false,
             parked: false,
         };
-        at.finish(Phase::GpuLock, locked).await
+        at.finish(Phase::GpuLock, locked).await.map(|(at, ())| at)
     }
 }
 
@@ -141,7 +143,8 @@ impl<'e, E: Dump> Locked<'e, E> {
     /// Checkpoints the GPU state. No thread of the application runs from the last freeze on.
     pub async fn gpu_checkpoint(mut self) -> Result<Checkpointed<'e, E>, Failure<E::Error>> {
         let done = self.try_gpu_checkpoint().await;
-        self.finish(Phase::GpuCheckpoint, done).await.map(Checkpointed)
+        let (at, ()) = self.finish(Phase::GpuCheckpoint, done).await?;
+        Ok(Checkpointed(at))
     }
 
     async fn try_gpu_checkpoint(&mut self) -> Result<(), E::Error> {
@@ -174,10 +177,17 @@ impl<'e, E: Dump> Locked<'e, E> {
     }
 
     /// Writes to the journal whether `phase` succeeded, and rolls back if it failed.
-    async fn finish(self, phase: Phase, done: Result<(), E::Error>) -> Result<Self, Failure<E::Error>> {
-        let Err(source) = done else {
-            self.at.effects.leave(phase, true).await;
-            return Ok(self);
+    async fn finish<T>(
+        self,
+        phase: Phase,
+        done: Result<T, E::Error>,
+    ) -> Result<(Self, T), Failure<E::Error>> {
+        let source = match done {
+            Ok(done) => {
+                self.at.effects.leave(phase, true).await;
+                return Ok((self, done));
+            }
+            Err(source) => source,
         };
         if self.at.effects.is_ended() {
             return Err(Failure::new(phase, source));
@@ -373,14 +383,30 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
         let effects = &mut *at.at.effects;
         let dumped = async {
             effects.enter(Phase::CriuDump).await?;
-            effects.dump(&at.processes).await
+            effects.dump(&at.processes).await?;
+            // Order matters: what is read from threads that run is of no moment.
+            effects.expect_frozen().await?;
+            effects.describe().await?;
+            effects.expect_frozen().await?;
+            effects.complete().await
         };
         let dumped = dumped.await;
-        at.finish(Phase::CriuDump, dumped).await.map(Dumped)
+        let (at, ()) = at.finish(Phase::CriuDump, dumped).await?;
+        Ok(Dumped(at))
     }
 }
 
 impl<E: Dump> Dumped<'_, E> {
+    /// Writes the image to its disk, for a container that is to end. It stays frozen until then: a failure is
+    /// rolled back.
+    pub(crate) async fn sync(self) -> Result<EndProof, Failure<E::Error>> {
+        let at = self.0;
+        note(at.at.effects, Phase::Sync).await;
+        let synced = at.at.effects.sync().await;
+        let (_, proof) = at.finish(Phase::Sync, synced).await?;
+        Ok(proof)
+    }
+
     /// Restores the GPU state, unlocks, and leaves the freezer as it was found; a parked container stays
     /// parked. After a failure the image is valid all the same.
     pub(crate) async fn leave_running(self) -> Result<(), Failure<E::Error>> {

@@ -8,7 +8,7 @@ use firn_host::{Chain, UnlessAbsent};
 use firn_oci::criu_config;
 use firn_preflight::OtherGpus;
 
-use super::dump::{Leftovers, WorkDir};
+use super::dump::{Leftovers, WorkDir, sync};
 use super::error::{CheckpointError, EffectError};
 use super::phases::Failure;
 use super::{KEPT_LOG, Request, join};
@@ -25,7 +25,7 @@ use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, RuntimeKind, UnfitRuntime};
-use crate::warn::OrWarn;
+use crate::warn::{OrWarn, configured};
 
 /// How long a reset of the freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
@@ -71,6 +71,10 @@ pub(super) async fn run(
         reaper,
     )
     .await;
+    let dumped = match dumped {
+        Ok(()) => synced(container, request).await,
+        failed => failed,
+    };
     journal::point("dump-over").await;
     let outcome = if dumped.is_ok() {
         Outcome::Done
@@ -129,6 +133,33 @@ async fn dump_plain(
     dumped
 }
 
+/// Makes sure that the image is on its disk. The container goes on, or CRIU has ended it. What containerd
+/// copies and syncs itself is left to it, unless its container has ended.
+async fn synced(container: &Container, request: &Request) -> Result<(), CheckpointError> {
+    let image = &request.image;
+    if image.is_containerds() && !request.exit {
+        return Ok(());
+    }
+    let guard = container.transaction.begin();
+    let limit = configured().deadlines.criu_dump;
+    let Err(cause) = sync(image, limit, &guard.cancel).await else {
+        return Ok(());
+    };
+    let is_alive = !guard.cancel.is_cancelled() && procfs::is_alive(container.init.pid());
+    if is_alive {
+        let image = image.clone();
+        tidy("remove the image", move || image.clear()).await;
+    }
+    let kept = (!is_alive).then(|| image.path().to_owned());
+    let failure = Failure::new(Phase::Sync, cause);
+    Err(CheckpointError::from_failure(
+        &container.id,
+        failure,
+        kept,
+        is_alive,
+    ))
+}
+
 /// Freezes the container, and returns when all others that are checkpointed at the same moment stand still.
 async fn stand_still(
     container: &Container,
@@ -182,10 +213,7 @@ async fn dump_now(
         seal(image).await;
     }
     let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
-    let left = Leftovers {
-        image: is_left.then(|| image.clone()),
-        work: Some(work),
-    };
+    let left = Leftovers::of(is_left.then(|| image.clone()), work);
     let result = match dumped {
         _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
             &container.id,

@@ -1,6 +1,8 @@
 //! A fake container for tests: it fails the calls that a test names, and panics when application code runs
 //! without its GPU state.
 
+mod restore;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
@@ -14,6 +16,20 @@ pub(crate) struct Injected(pub &'static str);
 pub struct Fault {
     pub nth: usize,
     pub for_good: bool,
+}
+
+/// Who thaws the container against what firn relies on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Thaws {
+    /// A CRIU that is killed.
+    #[default]
+    Failure,
+    /// Nobody: CRIU fails, and has frozen it again.
+    Nobody,
+    /// CRIU, which has succeeded.
+    Dump,
+    /// Somebody else, while firn reads the image.
+    Describe,
 }
 
 /// A container of CUDA processes. It panics when application code runs without its GPU state.
@@ -39,7 +55,10 @@ pub(crate) struct World {
     pub let_run: bool,
     /// How often it has met the other containers of the same checkpoint.
     pub met: usize,
+    /// Of a dump that has no manifest yet.
+    pub dumping: Option<Vec<i32>>,
     pub dumped: Option<Vec<i32>>,
+    pub thaws: Thaws,
     /// The container is killed in the n-th call of all, and no call works any more.
     pub killed: Option<usize>,
     pub ended: bool,
@@ -163,6 +182,11 @@ impl World {
     }
 }
 
+/// Those of several processes that a call which fails has been through.
+fn half(pids: &[i32]) -> &[i32] {
+    &pids[..pids.len() / 2]
+}
+
 impl Gpu for World {
     type Error = Injected;
 
@@ -175,13 +199,20 @@ impl Gpu for World {
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Injected> {
         assert!(!self.frozen && (self.held || self.selected || self.unstoppable > 1));
-        self.call("gpu_restore")?;
+        if let Err(failed) = self.call("gpu_restore") {
+            // Some have been through it.
+            self.set(half(pids), CudaState::Checkpointed, CudaState::Locked);
+            return Err(failed);
+        }
         self.set(pids, CudaState::Checkpointed, CudaState::Locked);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Injected> {
-        self.call("gpu_unlock")?;
+        if let Err(failed) = self.call("gpu_unlock") {
+            self.set(half(pids), CudaState::Locked, CudaState::Running);
+            return Err(failed);
+        }
         self.set(pids, CudaState::Locked, CudaState::Running);
         Ok(())
     }
@@ -192,7 +223,10 @@ impl Device for World {
         self.ended
     }
 
-    async fn leave(&mut self, _: Phase, _: bool) {}
+    async fn leave(&mut self, _: Phase, _: bool) {
+        // The journal's file system may hang or be full: nobody relies on the line.
+        let _ = self.call("leave");
+    }
 
     async fn freeze(&mut self) -> Result<(), Injected> {
         if let Err(failed) = self.call("freeze") {
@@ -329,110 +363,63 @@ impl Dump for World {
             self.calls
         );
         if let Err(failed) = self.call("dump") {
-            // CRIU that is killed leaves the freezer off.
-            (self.frozen, self.criu_died, self.let_run) = (false, true, true);
+            // CRIU that is killed leaves the freezer off. One that fails does not.
+            if self.thaws == Thaws::Failure {
+                (self.frozen, self.criu_died, self.let_run) = (false, true, true);
+            }
             self.locked_network = true;
             return Err(failed);
+        }
+        if self.thaws == Thaws::Dump {
+            // CRIU does not look whether it has frozen the cgroup again.
+            (self.frozen, self.let_run) = (false, true);
         }
         assert!(
             self.states.values().all(|s| *s == CudaState::Checkpointed),
             "dump with a GPU in use"
         );
-        self.dumped = Some(processes.iter().map(|p| p.pid).collect());
+        self.dumping = Some(processes.iter().map(|p| p.pid).collect());
         Ok(())
+    }
+
+    async fn expect_frozen(&mut self) -> Result<(), Injected> {
+        // Whoever finds threads that run stops them before anything else.
+        self.criu_died |= !self.frozen;
+        match self.frozen {
+            true => self.call("expect_frozen"),
+            false => Err(Injected("expect_frozen")),
+        }
+    }
+
+    async fn describe(&mut self) -> Result<(), Injected> {
+        assert!(self.frozen, "it is described while it runs: {:?}", self.calls);
+        self.call("describe")?;
+        if self.thaws == Thaws::Describe {
+            (self.frozen, self.let_run) = (false, true);
+        }
+        Ok(())
+    }
+
+    async fn complete(&mut self) -> Result<(), Injected> {
+        assert!(self.frozen, "an image of threads that run: {:?}", self.calls);
+        self.call("complete")?;
+        self.dumped = self.dumping.take();
+        Ok(())
+    }
+
+    async fn sync(&mut self) -> Result<EndProof, Injected> {
+        assert!(self.dumped.is_some(), "there is no image: {:?}", self.calls);
+        if let Err(failed) = self.call("sync") {
+            self.dumped = None;
+            return Err(failed);
+        }
+        Ok(EndProof::of_test())
     }
 
     async fn release_from_criu(&mut self) {
+        // What cannot be released is logged: the workload goes on with connections that hang.
+        let _ = self.call("release_from_criu");
         self.locked_network = false;
-    }
-}
-
-impl Restore for World {
-    async fn criu_restore(&mut self) -> Result<(), Injected> {
-        self.has_worker = true;
-        // CRIU that fails leaves processes.
-        (self.exists, self.stopped) = (true, true);
-        self.call("criu_restore")
-    }
-
-    async fn compare(&mut self) -> Result<(), Injected> {
-        self.call("compare")?;
-        self.compared = true;
-        Ok(())
-    }
-
-    async fn dev_repair(&mut self) -> Result<(), Injected> {
-        self.call("dev_repair")
-    }
-
-    async fn fill_memory(&mut self) -> Result<(), Injected> {
-        assert!(
-            self.compared,
-            "memory is filled before the processes were compared"
-        );
-        self.call("fill_memory")
-    }
-
-    async fn find_cuda(&mut self) -> Result<Vec<CudaProcess>, Injected> {
-        self.call("find_cuda")?;
-        Ok(self.processes())
-    }
-
-    async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Injected> {
-        assert!(self.compared, "threads run before their rights were compared");
-        let threads: BTreeSet<i32> = self
-            .processes()
-            .iter()
-            .map(|process| process.restore_tid)
-            .collect();
-        assert_eq!(tids, threads);
-        self.call("run_selected")?;
-        self.selected = true;
-        Ok(())
-    }
-
-    async fn stop_selected(&mut self) -> Result<(), Injected> {
-        self.call("stop_selected")?;
-        self.selected = false;
-        Ok(())
-    }
-
-    async fn configure_dump(&mut self) -> Result<(), Injected> {
-        self.call("configure_dump")?;
-        self.can_be_dumped = true;
-        Ok(())
-    }
-
-    async fn write_facts(&mut self) -> Result<(), Injected> {
-        assert!(
-            self.stopped,
-            "the job runs before it can know what has changed: {:?}",
-            self.calls
-        );
-        self.call("write_facts")
-    }
-
-    async fn continue_processes(&mut self) -> Result<(), Injected> {
-        assert!(
-            !self.selected,
-            "restore threads run as selected: {:?}",
-            self.calls
-        );
-        self.call("continue_processes")?;
-        self.stopped = false;
-        self.check();
-        Ok(())
-    }
-
-    async fn end(&mut self, ok: bool) {
-        assert_eq!(ok, self.exists && !self.stopped, "{:?}", self.calls);
-        self.has_worker = false;
-    }
-
-    async fn rollback(&mut self) {
-        assert!(!self.has_worker, "the worker still runs: {:?}", self.calls);
-        (self.exists, self.stopped) = (false, false);
-        self.states.clear();
     }
 }
 

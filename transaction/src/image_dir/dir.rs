@@ -18,12 +18,14 @@ use std::time::Duration;
 
 use firn_config::{OpenImageDir, names};
 use firn_host::UnlessAbsent;
+use firn_host::durable::{self, NotOnDisk};
 use firn_image::manifest;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::ImageDirError;
 use crate::blocking::blocking;
+use crate::end_proof::Durable;
 use crate::journal::{DirId, ImageWas};
 use crate::warn::OrWarn;
 
@@ -333,6 +335,25 @@ impl ImageDir {
     pub fn empty_discarded_pages(&self) -> Result<(), ImageDirError> {
         firn_image::memory::empty_discarded_pages(&self.inside())
             .map_err(|source| ImageDirError::io(self.path(), source))
+    }
+
+    /// Makes sure that the image is on its disk: each of its files, the directory, and the name of a new
+    /// directory. Fails soon after `stop` is set.
+    pub fn sync(&self, stop: &AtomicBool) -> Result<Durable, NotOnDisk> {
+        let durable = Durable::image(&self.inside(), self.path(), stop)?;
+        if let (ImageWas::Absent, Some(above)) = (self.0.was, self.path().parent()) {
+            durable::sync_names(above)?;
+        }
+        Ok(durable)
+    }
+
+    /// Removes the manifest of an image that is not on its disk, also from a directory that had files before.
+    pub fn remove_manifest(&self) {
+        let removed = fs::remove_file(self.inside().join(names::MANIFEST)).unless_absent();
+        removed.or_warn(format_args!(
+            "cannot remove a manifest in {}",
+            self.path().display()
+        ));
     }
 
     /// Removes the files of a failed dump, unless the directory had other files before.

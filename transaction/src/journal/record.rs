@@ -119,7 +119,11 @@ impl Record {
                 self.entered_at.push((phase, at));
                 self.gpu_checkpointing |= phase == Phase::GpuCheckpoint;
             }
-            Line::Leave { phase, ok } => self.dumped |= ok && phase == Phase::CriuDump,
+            Line::Leave { phase, ok } => match phase {
+                Phase::CriuDump => self.dumped |= ok,
+                Phase::Sync => self.dumped &= ok,
+                _ => {}
+            },
             Line::Image { was, id } => {
                 self.image_was = Some(was);
                 self.image_id = id;

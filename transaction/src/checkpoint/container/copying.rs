@@ -16,6 +16,7 @@ use super::ContainerEffects;
 use crate::cancel::CancellationToken;
 use crate::checkpoint::dump::{begin, bounded, dump};
 use crate::checkpoint::error::EffectError;
+use crate::effects::Dump;
 use crate::memory::{Copier, CopyError};
 use crate::phase::Phase;
 use crate::procfs;
@@ -88,11 +89,12 @@ impl ContainerEffects<'_> {
     pub(super) async fn dump_memory(&mut self) -> Result<Copied, EffectError> {
         let (plugins, limit) = (self.configure_criu()?, self.config.deadlines.criu_dump);
         let flags = self.source().dump.clone();
+        let (journal, cancel, cgroup) = (self.journal.clone(), self.cancel.clone(), self.cgroup.clone());
         let bounds = Bounds {
             deadline: Some(limit),
-            journal: &self.journal,
-            cancel: &self.cancel,
-            freezer: Some(&self.cgroup),
+            journal: &journal,
+            cancel: &cancel,
+            freezer: Some(&cgroup),
         };
         let mut copying = self.copying().await?;
         let files = copying.as_ref().map_or(0, |copying| copying.files);
@@ -101,6 +103,8 @@ impl ContainerEffects<'_> {
         begin(self.container, self.request, image, bounds, left).await?;
         // At most twice.
         loop {
+            // CRIU thaws the cgroup while it holds the tasks.
+            self.progress.still = None;
             let failed = CancellationToken::default();
             let dumping = async {
                 let dumped = dump(self.container, self.request, (&flags, plugins.as_path()), bounds).await;
@@ -117,6 +121,7 @@ impl ContainerEffects<'_> {
             let (dumped, saved) = tokio::join!(dumping, saving);
             dumped?;
             self.timings.mark(Phase::CriuDump);
+            self.expect_frozen().await?;
             let Some(copying) = copying.take() else {
                 return Ok(Copied::default());
             };

@@ -7,16 +7,14 @@ use firn_oci::mounts::RequiredMount;
 use firn_preflight::Inherited;
 
 use super::ContainerEffects;
-use super::copying::Copied;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
 use crate::parked::Parked;
 use crate::{look, procfs, recording};
 
 impl ContainerEffects<'_> {
-    /// The processes for the manifest. Read before the dump, because they may have gone when the image is
-    /// complete.
-    pub(super) fn describe(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
+    /// The processes for the manifest.
+    pub(super) fn inside(&self, processes: &[CudaProcess]) -> Vec<manifest::CheckpointedProcess> {
         let inner = |task: String| procfs::inner_pid(&task);
         processes
             .iter()
@@ -73,18 +71,25 @@ impl ContainerEffects<'_> {
         }
     }
 
-    pub(super) async fn write_manifest(
-        &self,
-        processes: Vec<manifest::CheckpointedProcess>,
-        copied: Copied,
-    ) -> Result<(), EffectError> {
+    /// The checksums of the image.
+    pub(super) async fn describe_image(&mut self) -> Result<(), EffectError> {
+        let known = std::mem::take(&mut self.progress.copied.files);
+        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
+        self.progress.images = describe(&self.request.image, known, limit, cancel).await?;
+        if let Some(recording) = recording::current() {
+            let memory = self.progress.copied.memory.as_ref();
+            recording.image_bytes(manifest::size(&self.progress.images, memory));
+        }
+        Ok(())
+    }
+
+    pub(super) async fn write_manifest(&mut self) -> Result<(), EffectError> {
+        let processes = std::mem::take(&mut self.progress.described);
+        let images = std::mem::take(&mut self.progress.images);
+        let bulk = self.progress.copied.memory.take();
         let source = self.source().clone();
         let image = self.request.image.clone();
         let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
-        let images = describe(&image, copied.files, limit, cancel).await?;
-        if let Some(recording) = recording::current() {
-            recording.image_bytes(manifest::size(&images, copied.memory.as_ref()));
-        }
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
             for (mount, used) in mounts.iter_mut().zip(used) {
@@ -108,7 +113,7 @@ impl ContainerEffects<'_> {
                 processes,
                 inherited_gpus,
                 released_gpus: None,
-                bulk: copied.memory,
+                bulk,
                 mounts,
                 versions: source.versions,
                 images,

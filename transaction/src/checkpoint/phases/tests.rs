@@ -1,12 +1,13 @@
 //! Every effect of a checkpoint fails in turn; afterwards the workload must be as before.
 
+mod end;
 mod parked;
 mod rollback;
 
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::effects::world::{Fault, Injected, World, block_on};
+use crate::effects::world::{Fault, Injected, Thaws, World, block_on};
 
 impl World {
     /// A container of two processes, after a checkpoint with these faults that leaves it running.
@@ -57,24 +58,6 @@ fn leave_running_dumps_all_processes_and_restores_their_gpu_state() {
 }
 
 #[test]
-fn exit_leaves_the_processes_frozen_and_checkpointed() {
-    let mut world = World::new([10], true);
-    block_on(async {
-        Begun::new(&mut world, true)
-            .gpu_lock()
-            .await
-            .unwrap()
-            .gpu_checkpoint()
-            .await
-            .unwrap()
-            .dump()
-            .await
-            .unwrap();
-    });
-    assert!(world.frozen && world.states.values().all(|s| *s == CudaState::Checkpointed));
-}
-
-#[test]
 fn a_process_that_appears_after_the_lock_is_checkpointed_too() {
     let mut world = World::new([10], false);
     world.appear.insert(1, 40);
@@ -122,7 +105,9 @@ fn any_single_failure_leaves_the_workload_as_before() {
             failed.insert(name);
             // gpu-restore is tried a second time, and runs even if the journal cannot be written: one failure
             // there does not fail the checkpoint.
-            if world.dumped.is_none() {
+            if name == "leave" {
+                assert!(result.is_ok(), "a line of the journal has cost a checkpoint");
+            } else if world.dumped.is_none() {
                 let failure = result.as_ref().expect_err("must fail");
                 assert_eq!(failure.source, Injected(name), "the cause is the first failure");
                 assert_eq!(failure.suspended, None, "{name} at {nth}: {:?}", world.calls);
@@ -131,7 +116,7 @@ fn any_single_failure_leaves_the_workload_as_before() {
             }
             is_as_promised(&mut world, result, was_frozen);
         }
-        assert_eq!(failed.len(), 15, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 19, "not every effect was made to fail: {failed:?}");
     }
 }
 
@@ -174,14 +159,9 @@ fn a_gpu_restore_that_fails_suspends_the_container_until_it_succeeds() {
     assert_eq!(failure.suspended, Some(Injected("gpu_restore")));
     assert!(world.frozen, "code ran without its GPU state");
     assert!(world.dumped.is_some(), "the image is valid all the same");
-    assert!(
-        world
-            .states
-            .values()
-            .all(|state| *state == CudaState::Checkpointed),
-        "{:?}",
-        world.states
-    );
+    // One of them has got its state before the other failed.
+    let states: Vec<CudaState> = world.states.values().copied().collect();
+    assert_eq!(states, [CudaState::Locked, CudaState::Checkpointed]);
     // Resume may be repeated.
     let locked = world.processes();
     let back = Rollback {
@@ -194,6 +174,48 @@ fn a_gpu_restore_that_fails_suspends_the_container_until_it_succeeds() {
         world.suspended();
     }
     world.resumes();
+}
+
+/// CRIU succeeds and leaves the tasks thawed, or somebody else thaws them before the image is complete.
+#[test]
+fn an_image_of_a_container_that_does_not_stand_still_is_none() {
+    for thaws in [Thaws::Dump, Thaws::Describe] {
+        for was_frozen in [false, true] {
+            let begun = || {
+                let mut world = World::new([10, 20], was_frozen);
+                world.thaws = thaws;
+                world
+            };
+            let mut world = begun();
+            let failure = block_on(leave_running(&mut world)).unwrap_err();
+            assert_eq!(failure.source, Injected("expect_frozen"), "{thaws:?}");
+            assert_eq!((failure.phase, failure.suspended), (Phase::CriuDump, None));
+            assert_eq!(world.dumped, None);
+            world.as_before(was_frozen);
+            for nth in 0..world.calls.len() {
+                for for_good in [false, true] {
+                    let mut world = begun();
+                    world.faults = vec![Fault { nth, for_good }];
+                    let result = block_on(leave_running(&mut world));
+                    assert!(result.is_err(), "{thaws:?}: {:?}", world.calls);
+                    is_as_promised(&mut world, result, was_frozen);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_dump_that_fails_and_freezes_the_tasks_again_is_rolled_back() {
+    for was_frozen in [false, true] {
+        let (clean, _) = World::after(was_frozen, &[]);
+        let nth = clean.calls.iter().position(|call| *call == "dump").unwrap();
+        let mut world = World::new([10, 20], was_frozen);
+        (world.faults, world.thaws) = (vec![Fault { nth, for_good: false }], Thaws::Nobody);
+        let failure = block_on(leave_running(&mut world)).unwrap_err();
+        assert_eq!((failure.phase, failure.suspended), (Phase::CriuDump, None));
+        world.as_before(was_frozen);
+    }
 }
 
 #[test]

@@ -55,7 +55,12 @@ fn a_pause_leaves_all_gpu_state_in_memory_or_all_on_the_gpus() {
         || World::new([10, 20], false),
         pause,
         |mut world, result| match result {
-            Ok(()) => panic!("a call failed, and the pause did not: {:?}", world.calls),
+            // Only a line of the journal that nobody relies on.
+            Ok(()) => {
+                let failed = world.faults[0].nth;
+                assert_eq!(world.calls[failed], "leave", "{:?}", world.calls);
+                is_parked(&world);
+            }
             Err(error) if error.contains("suspended: Some") => {
                 world.suspended();
                 world.resumes();

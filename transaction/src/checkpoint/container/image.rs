@@ -1,0 +1,114 @@
+//! The image of a container: its dump, its manifest, and its way to the disk.
+
+use firn_gpu::CudaProcess;
+
+use super::{ContainerEffects, unless_cancelled};
+use crate::checkpoint::dump::sync;
+use crate::checkpoint::error::EffectError;
+use crate::checkpoint::join;
+use crate::effects::Dump;
+use crate::end_proof::EndProof;
+use crate::phase::Phase;
+use crate::{killed_criu, layer};
+
+impl Dump for ContainerEffects<'_> {
+    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+        let first = self.progress.source.is_none();
+        let parked = self.progress.parked.clone();
+        if first {
+            let cancel = self.cancel.clone();
+            self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
+            // That of a parked container was called at its pause.
+            if parked.is_none() {
+                self.call_prepare().await?;
+            }
+        }
+        let pids = self.cgroup.pids()?;
+        let assertions = self.source().assertions;
+        let cuda = match &parked {
+            Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
+            Some(parked) => parked.processes.clone(),
+            None if !self.container.traits.has_nvidia() => Vec::new(),
+            None => unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?,
+        };
+        self.refuse_by_process(assertions, &pids, &cuda).await?;
+        if first {
+            self.refuse_by_environment(pids, &cuda).await?;
+        }
+        self.journal.cuda(&cuda).await?;
+        self.timings.mark(Phase::Inspect);
+        Ok(cuda)
+    }
+
+    async fn meet(&mut self) -> Result<(), EffectError> {
+        let Some(meeting) = &self.request.meeting else {
+            return Ok(());
+        };
+        self.progress.met += 1;
+        join(meeting, self.progress.met, &self.cancel).await
+    }
+
+    async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
+        self.timings.mark(Phase::Freeze);
+        if let Some(archive) = &self.request.layer {
+            let kept = self
+                .cancel
+                .unless_stopped(layer::keep(self.container, archive, self.reaper));
+            kept.await.ok_or_else(|| EffectError::stopped(&self.cancel))??;
+        }
+        // Read before the dump: they may have gone when the image is complete.
+        self.progress.described = self.inside(processes);
+        self.progress.copied = self.dump_memory().await?;
+        self.log_saved(self.progress.copied.memory.as_ref());
+        Ok(())
+    }
+
+    async fn expect_frozen(&mut self) -> Result<(), EffectError> {
+        let still = self.cgroup.still(self.config.deadlines.freeze);
+        let still = unless_cancelled(&self.cancel, still).await?;
+        let since = self.progress.still.get_or_insert(still);
+        match still.unlike(since) {
+            None => Ok(()),
+            Some(how) => Err(EffectError::Thawed { how }),
+        }
+    }
+
+    async fn describe(&mut self) -> Result<(), EffectError> {
+        self.close_connections().await?;
+        self.journal.show(Phase::Manifest);
+        self.describe_image().await
+    }
+
+    async fn complete(&mut self) -> Result<(), EffectError> {
+        self.write_manifest().await?;
+        self.timings.mark(Phase::Manifest);
+        self.meet().await?;
+        self.progress.complete = true;
+        self.progress.rescued = self.link_image().await;
+        Ok(())
+    }
+
+    async fn sync(&mut self) -> Result<EndProof, EffectError> {
+        self.journal.show(Phase::Sync);
+        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
+        let synced = sync(&self.request.image, limit, cancel).await;
+        self.timings.mark(Phase::Sync);
+        if synced
+            .as_ref()
+            .is_err_and(|error| !matches!(error, EffectError::Killed))
+        {
+            self.progress.complete = false;
+            let left = &mut self.progress.leftovers;
+            left.image.get_or_insert_with(|| self.request.image.clone());
+            left.is_unsynced = true;
+        }
+        synced.map(EndProof::from)
+    }
+
+    async fn release_from_criu(&mut self) {
+        // Without a work directory CRIU was not started.
+        if let Some(work) = &self.progress.leftovers.work {
+            killed_criu::release(self.container, &work.log(), &self.cancel, self.reaper).await;
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! What has been shown before a workload ends for a checkpoint or a copy of it.
+//!
+//! Whatever ends a workload takes an [`EndProof`] by value, so that no code path ends one on the strength of
+//! an answer alone. Only the checks of this module make one:
+//!
+//! | who ends it | what is shown |
+//! |---|---|
+//! | a checkpoint that the container ends with (shim, firn-runc) | its image is on its disk: [`Durable`] |
+//! | `firn checkpoint --exit` | the same of the directory or file; or containerd has committed every blob |
+//! | what moves a workload | its copy runs: [`EndProof::of_copy`] |
+//!
+//! What removes memory or files of a checkpoint for the sake of another place takes a [`Durable`] of that
+//! place.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use firn_host::durable::{self, NotOnDisk};
+use firn_image::manifest::is_of_image;
+
+/// A checkpoint that is on its disk. Write-back that fails later takes nothing away from it.
+#[derive(Debug)]
+#[must_use]
+pub struct Durable(PathBuf);
+
+impl Durable {
+    /// Syncs the files of an image directory, and then the directory. `inside` leads to it, and `path` is
+    /// shown. Fails soon after `stop` is set.
+    pub fn image(inside: &Path, path: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
+        let is_meant = |name: &std::ffi::OsStr| name.to_str().is_some_and(is_of_image);
+        let synced = durable::sync_files(inside, is_meant, stop);
+        synced.map_err(|NotOnDisk { path: at, source }| NotOnDisk {
+            path: match at.strip_prefix(inside) {
+                Ok(rest) if rest.as_os_str().is_empty() => path.to_owned(),
+                Ok(rest) => path.join(rest),
+                Err(_) => at,
+            },
+            source,
+        })?;
+        Ok(Self(path.to_owned()))
+    }
+
+    /// Syncs everything in a directory and below it, and its name in the directory above.
+    pub fn tree(dir: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
+        durable::sync_tree(dir, stop)?;
+        Self::named(dir)
+    }
+
+    /// Syncs a file, and its name in the directory above.
+    pub fn file(path: &Path) -> Result<Self, NotOnDisk> {
+        durable::sync_file(path)?;
+        Self::named(path)
+    }
+
+    fn named(path: &Path) -> Result<Self, NotOnDisk> {
+        match path.parent() {
+            Some(above) if above.as_os_str().is_empty() => durable::sync_names(Path::new("."))?,
+            Some(above) => durable::sync_names(above)?,
+            None => {}
+        }
+        Ok(Self(path.to_owned()))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// Shown: the workload may end.
+#[derive(Debug)]
+#[must_use]
+pub struct EndProof(Shown);
+
+#[derive(Debug)]
+enum Shown {
+    Durable(PathBuf),
+    Committed(String),
+    Copy(String),
+}
+
+impl EndProof {
+    /// containerd has committed every blob of the checkpoint `name`: it syncs a blob before it answers.
+    pub fn committed(name: &str) -> Self {
+        Self(Shown::Committed(name.to_owned()))
+    }
+
+    /// A copy runs on this node: the node has answered that, by itself, after the copy's Start.
+    pub fn of_copy(node: &str) -> Self {
+        Self(Shown::Copy(node.to_owned()))
+    }
+
+    /// Of a test that ends nothing.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn of_test() -> Self {
+        Self::of_copy("test")
+    }
+}
+
+impl From<Durable> for EndProof {
+    fn from(durable: Durable) -> Self {
+        Self(Shown::Durable(durable.0))
+    }
+}
+
+/// For the log: a container ends, because ...
+impl fmt::Display for EndProof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Shown::Durable(path) => write!(f, "its checkpoint in {} is on its disk", path.display()),
+            Shown::Committed(name) => write!(f, "containerd has its checkpoint {name}"),
+            Shown::Copy(node) => write!(f, "its copy runs on {node}"),
+        }
+    }
+}
