@@ -11,6 +11,7 @@ mod cri;
 mod events;
 mod images;
 mod leases;
+pub mod process;
 mod snapshots;
 mod tasks;
 mod upload;

@@ -1,7 +1,7 @@
 //! Directories at places where others may write: which of them only root has made and filled.
 //!
-//! The name proves nothing there, and where containers can write, neither does the owner: a container's root is
-//! uid 0, too. So both the directory and the one around it are looked at, each by its descriptor.
+//! The name proves nothing there, and where containers can write, neither does the owner: a container's
+//! root is uid 0, too. So both the directory and the one around it are looked at, each by its descriptor.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;

@@ -77,6 +77,21 @@ pub fn all() -> Vec<i32> {
         .collect()
 }
 
+/// Whether root runs the process, on the file system that this process sees: neither a user's nor a
+/// container's, whatever it calls itself.
+pub fn is_of_host(pid: i32) -> bool {
+    let root = |process: &str| {
+        let root = fs::metadata(format!("/proc/{process}/root")).ok()?;
+        Some((root.dev(), root.ino()))
+    };
+    let own = root("self");
+    let is_roots = |users: String| users.split_whitespace().all(|user| user == "0");
+    // The owner of its directory in /proc proves nothing: root has those of programs that cannot be read.
+    field(&format!("{pid}/status"), "Uid:").is_some_and(is_roots)
+        && own.is_some()
+        && root(&pid.to_string()) == own
+}
+
 /// When a process was started, in clock ticks since the boot.
 pub fn started(pid: i32) -> Option<u64> {
     stat_field(pid, 19)?.parse().ok()
@@ -288,6 +303,48 @@ mod tests {
 
     fn me() -> i32 {
         i32::try_from(std::process::id()).unwrap()
+    }
+
+    #[test]
+    fn only_roots_processes_on_this_file_system_are_of_the_host() {
+        use std::process::{Child, Command, Stdio};
+        let root = tempfile::tempdir().unwrap();
+        let program = fs::canonicalize("/bin/sleep").unwrap();
+        let used = Command::new("ldd").arg(&program).output().unwrap().stdout;
+        let used = String::from_utf8(used).unwrap();
+        let libraries = used.split_whitespace().filter(|word| word.starts_with('/'));
+        for file in libraries.map(Path::new).chain([&*program]) {
+            let copy = root.path().join(file.strip_prefix("/").unwrap());
+            fs::create_dir_all(copy.parent().unwrap()).unwrap();
+            fs::copy(file, copy).unwrap();
+        }
+        let begin = |words: &[&str]| {
+            let mut command = Command::new(words[0]);
+            command.args(&words[1..]).args([program.to_str().unwrap(), "100"]);
+            command.stdin(Stdio::null()).spawn().unwrap()
+        };
+        let is_of_host = |mut child: Child| {
+            let pid = i32::try_from(child.id()).unwrap();
+            let sleeps = || fs::read(format!("/proc/{pid}/comm")).unwrap_or_default() == b"sleep\n";
+            let limit = std::time::Instant::now() + std::time::Duration::from_secs(20);
+            while !sleeps() && std::time::Instant::now() < limit {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+            let (found, sleeps) = (super::is_of_host(pid), sleeps());
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(sleeps, "it has not begun");
+            found
+        };
+        assert!(is_of_host(begin(&["env"])));
+        assert!(!is_of_host(begin(&["chroot", root.path().to_str().unwrap()])));
+        assert!(!is_of_host(begin(&[
+            "setpriv",
+            "--reuid",
+            "1000",
+            "--clear-groups"
+        ])));
+        assert!(!super::is_of_host(i32::MAX));
     }
 
     #[test]

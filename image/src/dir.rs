@@ -3,6 +3,7 @@
 //! A file is opened by a name directly in the directory, and only after it is known to be a regular file. So
 //! no link is followed, no fifo blocks, and no device is touched: opening alone starts some of them.
 
+use std::ffi::OsString;
 use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -10,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{OFlag, open, openat};
 use nix::sys::stat::Mode;
+use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use firn_host::reopen_regular;
 
@@ -31,12 +33,12 @@ impl UntrustedDir {
     }
 
     /// Opens the directory at this path, unless the last part of the path is a link.
-    pub(crate) fn open_itself(path: &Path) -> io::Result<Self> {
+    pub fn open_itself(path: &Path) -> io::Result<Self> {
         Ok(Self(open(path, ITSELF, Mode::empty())?))
     }
 
     /// Opens a directory in it.
-    pub(crate) fn inside(&self, name: &str) -> io::Result<Self> {
+    pub fn inside(&self, name: &str) -> io::Result<Self> {
         Ok(Self(openat(&self.0, file_name(name)?, ITSELF, Mode::empty())?))
     }
 
@@ -46,7 +48,7 @@ impl UntrustedDir {
     }
 
     /// The entry of this name, whatever it is.
-    pub(crate) fn metadata(&self, name: &str) -> io::Result<Metadata> {
+    pub fn metadata(&self, name: &str) -> io::Result<Metadata> {
         self.find(name)?.metadata()
     }
 
@@ -55,6 +57,27 @@ impl UntrustedDir {
         let entries = std::fs::read_dir(self.path())?;
         let names = entries.map(|entry| Ok(entry?.file_name().into_string().ok()));
         names.filter_map(io::Result::transpose).collect()
+    }
+
+    /// Names of all entries, also of those that no checkpoint has.
+    pub fn entries(&self) -> io::Result<Vec<OsString>> {
+        let entries = std::fs::read_dir(self.path())?;
+        entries.map(|entry| Ok(entry?.file_name())).collect()
+    }
+
+    /// The directory's own metadata.
+    pub fn itself(&self) -> io::Result<Metadata> {
+        self.handle()?.metadata()
+    }
+
+    /// Removes the entry of this name, which is no directory. A link goes, and not what it leads to.
+    pub fn remove_file(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.0, file_name(name)?, UnlinkatFlags::NoRemoveDir)?)
+    }
+
+    /// Removes the empty directory of this name.
+    pub fn remove_dir(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.0, file_name(name)?, UnlinkatFlags::RemoveDir)?)
     }
 
     /// A handle that neither reads nor writes.
@@ -69,7 +92,7 @@ impl UntrustedDir {
     }
 
     /// A path to it that leads there whatever is renamed, for this process.
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
 }

@@ -244,12 +244,21 @@ impl Manifest {
 
     /// Reads the manifest of an image directory, if it has one.
     pub fn read(dir: &Path) -> Result<Option<Self>, ManifestError> {
-        Ok(Self::read_with_bytes(dir)?.map(|(manifest, _)| manifest))
+        Self::read_by(dir, dir)
+    }
+
+    /// As [`Self::read`], where errors name the directory `shown`.
+    pub fn read_by(dir: &Path, shown: &Path) -> Result<Option<Self>, ManifestError> {
+        Ok(Self::read_with_bytes_by(dir, shown)?.map(|(manifest, _)| manifest))
     }
 
     /// As [`Self::read`], with the file's bytes, for a signature of what was read.
     pub fn read_with_bytes(dir: &Path) -> Result<Option<(Self, Vec<u8>)>, ManifestError> {
-        let path = dir.join(names::MANIFEST);
+        Self::read_with_bytes_by(dir, dir)
+    }
+
+    fn read_with_bytes_by(dir: &Path, shown: &Path) -> Result<Option<(Self, Vec<u8>)>, ManifestError> {
+        let path = shown.join(names::MANIFEST);
         let file = UntrustedDir::open(dir).and_then(|dir| dir.file(names::MANIFEST));
         match file.and_then(|file| read_at_most(file, MAX_BYTES)) {
             Ok(Some(bytes)) => Ok(Some((Self::decode(&bytes, &path)?, bytes))),

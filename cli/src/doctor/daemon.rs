@@ -9,6 +9,7 @@ use std::time::Duration;
 use firn_config::{in_path, names};
 use firn_host::procfs;
 
+use crate::containerd::process;
 use crate::install::search_path;
 use crate::program;
 
@@ -35,8 +36,10 @@ pub struct Shim {
 }
 
 impl Daemon {
-    pub fn find() -> Self {
-        let pid = procfs::all().into_iter().find(|pid| is_containerd(*pid));
+    /// containerd listens on `socket`, or on another one.
+    pub fn find(socket: &Path) -> Self {
+        let by_name = || procfs::all().into_iter().find(|pid| is_containerd(*pid));
+        let pid = process::of_socket(socket).or_else(by_name);
         let of = |name: &str| {
             Path::new("/proc")
                 .join(pid.unwrap_or_default().to_string())
@@ -128,10 +131,13 @@ impl Shim {
     }
 }
 
-/// Whether a process of this machine is containerd: those of containers that have one of their own are not.
+/// Whether a process of this machine is containerd: those of containers that have one of their own are not,
+/// nor those of users, whose programs root must not run.
 fn is_containerd(pid: i32) -> bool {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/pid")).ok();
-    procfs::comm(pid) == PROGRAM && namespace(&pid.to_string()) == namespace("self")
+    procfs::comm(pid) == PROGRAM
+        && namespace(&pid.to_string()) == namespace("self")
+        && procfs::is_of_host(pid)
 }
 
 fn config_of<'a>(words: impl Iterator<Item = &'a OsStr>) -> Option<PathBuf> {
@@ -158,6 +164,31 @@ fn program_of(runtime: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// doctor runs the program of the process that it takes for containerd.
+    #[test]
+    fn a_users_process_with_containerds_name_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let program = dir.path().join(PROGRAM);
+        fs::copy("/bin/sleep", &program).unwrap();
+        let found = |user: &str| {
+            let mut command = std::process::Command::new("setpriv");
+            command.args(["--reuid", user, "--clear-groups"]).arg(&program);
+            let mut child = command.arg("100").spawn().unwrap();
+            let pid = i32::try_from(child.id()).unwrap();
+            let limit = std::time::Instant::now() + Duration::from_secs(20);
+            while procfs::comm(pid) != PROGRAM && std::time::Instant::now() < limit {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let (begun, found) = (procfs::comm(pid) == PROGRAM, is_containerd(pid));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(begun);
+            found
+        };
+        assert_eq!([found("0"), found("1000")], [true, false]);
+    }
 
     #[test]
     fn the_program_of_a_runtime_is_found_by_its_name() {

@@ -1,18 +1,20 @@
 //! Leftover images on this node: each holds the memory of a workload.
 
-use std::fs::{self, Metadata};
+use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use firn_config::Config;
 
 use super::Check;
-use crate::{leftovers, text};
+use crate::leftovers::{self, Leftover};
+use crate::text;
 
-pub fn checks(config: &Config) -> Vec<Check> {
-    vec![images(leftovers::directories(config))]
+pub fn checks(config: &Config, socket: &Path) -> Vec<Check> {
+    let rescue = config.checkpoint.rescue_dir();
+    vec![images(leftovers::of_root(leftovers::temporary(socket), rescue))]
 }
 
 /// A leftover image.
@@ -24,11 +26,10 @@ struct Left {
 }
 
 impl Left {
-    /// The image in a directory, if there is one. Links are not followed.
-    fn of(path: PathBuf) -> Option<Self> {
-        let dir = fs::symlink_metadata(&path).ok().filter(Metadata::is_dir)?;
+    /// The image in a directory, if there is one.
+    fn of(found: &Leftover) -> Option<Self> {
         let (mut bytes, mut is_image, mut is_readable) = (0, false, false);
-        for entry in fs::read_dir(&path).ok()?.flatten() {
+        for entry in fs::read_dir(found.dir.path()).ok()?.flatten() {
             let Ok(metadata) = entry.metadata() else { continue };
             if metadata.is_file() {
                 bytes += metadata.len();
@@ -36,15 +37,16 @@ impl Left {
                 is_readable |= metadata.mode() & 0o044 != 0;
             }
         }
-        let age = dir
+        let age = found
+            .metadata
             .modified()
             .ok()
             .and_then(|at| SystemTime::now().duration_since(at).ok());
         is_image.then(|| Self {
-            path,
+            path: found.path.clone(),
             bytes,
             age: age.unwrap_or_default(),
-            is_open: dir.mode() & 0o011 != 0 && is_readable,
+            is_open: found.metadata.mode() & 0o011 != 0 && is_readable,
         })
     }
 
@@ -69,9 +71,9 @@ fn age(age: Duration) -> String {
     }
 }
 
-fn images(directories: Vec<PathBuf>) -> Check {
+fn images(directories: impl Iterator<Item = Leftover>) -> Check {
     const NAME: &str = "images";
-    let left: Vec<Left> = directories.into_iter().filter_map(Left::of).collect();
+    let left: Vec<Left> = directories.filter_map(|found| Left::of(&found)).collect();
     if left.is_empty() {
         return Check::ok(NAME, "none left by containerd, none rescued");
     }
@@ -92,8 +94,6 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
 
-    use leftovers::below;
-
     use super::super::Status;
     use super::*;
 
@@ -110,19 +110,23 @@ mod tests {
     fn leftover_images_are_listed_with_size_and_readers() {
         let dir = tempfile::tempdir().unwrap();
         let (tmp, rescue) = (dir.path().join("tmp"), dir.path().join("rescue"));
-        let temporary = BTreeSet::from([tmp.clone()]);
-        assert_eq!(images(below(&temporary, &rescue)).status, Status::Ok);
+        let check = || images(leftovers::of_root(BTreeSet::from([tmp.clone()]), &rescue));
+        for dir in [&tmp, &rescue] {
+            fs::create_dir(dir).unwrap();
+        }
+        leftovers::tests::planted(&tmp);
+        assert_eq!(check().status, Status::Ok);
         fs::create_dir_all(tmp.join("ctrd-checkpoint-empty")).unwrap();
         image(&tmp, "somebody-elses", 0o755);
         image(dir.path(), "elsewhere", 0o755);
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), tmp.join("ctrd-checkpoint-link")).unwrap();
-        assert_eq!(images(below(&temporary, &rescue)).status, Status::Ok);
+        assert_eq!(check().status, Status::Ok);
 
         let open = image(&tmp, "ctrd-checkpoint1", 0o755);
         let closed = image(&tmp, "ctrd-checkpoint2", 0o700);
         let rescued = image(&rescue, "default-job-2026", 0o700);
         let in_tmp = image(&tmp, "firn-rescue-default-job-2026", 0o700);
-        let check = images(below(&temporary, &rescue));
+        let check = check();
         assert_eq!(check.status, Status::Warn);
         assert!(check.found.starts_with("4 left, 8.0 KiB; "), "{}", check.found);
         let line = |path: &Path| {

@@ -102,12 +102,9 @@ const ONE_RELEASE: &str = "install firn's programs from one release: `firn insta
 /// True: nothing failed.
 pub fn run(args: &DoctorArgs) -> Result<bool> {
     let (mut checks, config) = configuration();
-    let daemon = Daemon::find();
-    let state = args
-        .socket
-        .address
-        .parent()
-        .unwrap_or(Path::new("/run/containerd"));
+    let socket = &args.socket.address;
+    let daemon = Daemon::find(socket);
+    let state = socket.parent().unwrap_or(Path::new("/run/containerd"));
     match host::root(Path::new("/proc/self/status")) {
         ControlFlow::Continue(check) => checks.push(check),
         ControlFlow::Break(check) => {
@@ -120,11 +117,10 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
     checks.extend(programs::checks(&config));
     let (of_driver, inventory) = driver::checks(&config);
     checks.extend(of_driver);
-    checks.extend(space::checks(&config, inventory.as_ref()));
-    checks.extend(images::checks(&config));
+    checks.extend(space::checks(&config, inventory.as_ref(), socket));
+    checks.extend(images::checks(&config, socket));
     checks.extend(remains::checks(state, args.fix));
     if args.deep {
-        let socket = &args.socket.address;
         checks.push(deep::check(socket, &config, inventory.as_ref(), args.json));
     }
     shown(&checks, args.json)

@@ -11,7 +11,7 @@ use nix::sys::statvfs::statvfs;
 use super::Check;
 use crate::{leftovers, text};
 
-pub fn checks(config: &Config, inventory: Option<&Inventory>) -> Vec<Check> {
+pub fn checks(config: &Config, inventory: Option<&Inventory>, socket: &Path) -> Vec<Check> {
     let mut checks: Vec<Check> = store(config).into_iter().collect();
     if let Some(inventory) = inventory.filter(|inventory| !inventory.gpus.is_empty()) {
         let in_store = config
@@ -21,7 +21,7 @@ pub fn checks(config: &Config, inventory: Option<&Inventory>) -> Vec<Check> {
             .filter(|_| config.images.bulk == Bulk::Store);
         let mut places: BTreeSet<PathBuf> = in_store.cloned().collect();
         if places.is_empty() {
-            places = leftovers::temporary(Path::new("/proc"));
+            places = leftovers::temporary(socket);
         }
         let host = available(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default());
         let places = places.iter().filter_map(|dir| Some((dir.as_path(), free(dir)?)));

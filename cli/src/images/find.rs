@@ -1,6 +1,7 @@
 //! The checkpoints that are known on this node.
 
-use std::fs;
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -8,13 +9,13 @@ use anyhow::{Context, Result};
 use firn_config::{Config, Keys, names};
 use firn_gpu::GpuUuid;
 use firn_host::ProblemReport;
-use firn_image::manifest::Manifest;
+use firn_image::manifest::{Manifest, UntrustedDir};
 use serde::Serialize;
 
 use super::args::Common;
 use crate::containerd::{CallError, Containerd, Image, block_on};
 use crate::image::{self, Found, Sizes};
-use crate::leftovers;
+use crate::leftovers::{self, Leftover};
 use crate::oci_image::{self, ImageError, Index, Part, media};
 use crate::output::note;
 use crate::store::keep;
@@ -54,6 +55,24 @@ pub struct Checkpoint {
     pub sizes: Sizes,
     /// Of an image: the index and its parts.
     pub blobs: Vec<Part>,
+    /// Of a directory: which one was looked at.
+    pub id: Option<DirId>,
+}
+
+/// Which directory it is, whatever its path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirId {
+    device: u64,
+    inode: u64,
+}
+
+impl DirId {
+    pub fn of(directory: &Metadata) -> Self {
+        Self {
+            device: directory.dev(),
+            inode: directory.ino(),
+        }
+    }
 }
 
 /// A checkpoint.
@@ -111,6 +130,12 @@ impl Checkpoint {
         }
     }
 
+    /// One without a manifest.
+    #[cfg(test)]
+    pub fn unread(kind: Kind, name: &str, namespace: &str) -> Self {
+        Self::new(kind, name.to_owned(), namespace, Ok(None))
+    }
+
     fn new(kind: Kind, name: String, namespace: &str, read: Result<Option<Manifest>, ProblemReport>) -> Self {
         let (manifest, failure) = match read {
             Ok(manifest) => (manifest, None),
@@ -130,6 +155,7 @@ impl Checkpoint {
             made: origin.made,
             sizes: Sizes::default(),
             blobs: Vec::new(),
+            id: None,
         }
     }
 }
@@ -160,23 +186,36 @@ pub fn find(common: &Common) -> Result<(Vec<Checkpoint>, bool)> {
         let named = below
             .iter()
             .filter(|path| path.file_name() != Some(names::ARCHIVE_IMAGE.as_ref()));
-        for path in named.filter(|path| holds_image(path)) {
+        for path in named {
             let namespace = path.parent().and_then(Path::file_name).unwrap_or_default();
-            found.push(of_directory(kind, path, &namespace.to_string_lossy()));
+            // The operator may have put a link there.
+            let dir = UntrustedDir::open(path).ok();
+            found.extend(dir.and_then(|dir| of_directory(kind, path, &namespace.to_string_lossy(), &dir)));
         }
     }
-    let left = leftovers::directories(&config)
-        .into_iter()
-        .filter(|path| holds_image(path));
-    found.extend(left.map(|path| of_directory(Kind::Left, &path, "")));
+    found.extend(left(leftovers::directories(&config, &common.socket.address)));
     found.sort_by(|a, b| (a.made, &a.namespace, &a.name).cmp(&(b.made, &b.namespace, &b.name)));
     Ok((found, is_whole))
 }
 
-fn of_directory(kind: Kind, path: &Path, namespace: &str) -> Checkpoint {
-    let (dir, layer) = image::parts(path);
-    let manifest = Manifest::read(&dir).map_err(ProblemReport::from);
+/// The images among what containerd and firn have left.
+pub fn left(left: impl Iterator<Item = Leftover>) -> impl Iterator<Item = Checkpoint> {
+    left.filter_map(|left| of_directory(Kind::Left, &left.path, "", &left.dir))
+}
+
+/// None if there is no image in the directory.
+fn of_directory(kind: Kind, path: &Path, namespace: &str, opened: &UntrustedDir) -> Option<Checkpoint> {
+    if !holds_image(&opened.path()) {
+        return None;
+    }
+    let (dir, layer) = image::parts(&opened.path());
+    let shown = match dir == opened.path() {
+        true => path.to_owned(),
+        false => path.join(names::ARCHIVE_IMAGE),
+    };
+    let manifest = Manifest::read_by(&dir, &shown).map_err(ProblemReport::from);
     let mut checkpoint = Checkpoint::new(kind, path.display().to_string(), namespace, manifest);
+    checkpoint.id = opened.itself().ok().map(|itself| DirId::of(&itself));
     let written = layer.and_then(|layer| Some(layer.metadata().ok()?.len()));
     checkpoint.sizes = match &checkpoint.manifest {
         Some(_) => sizes(&checkpoint, written),
@@ -191,7 +230,7 @@ fn of_directory(kind: Kind, path: &Path, namespace: &str) -> Checkpoint {
         let since = modified.and_then(|at| at.duration_since(UNIX_EPOCH).ok());
         checkpoint.made = since.map_or(0, |since| since.as_secs());
     }
-    checkpoint
+    Some(checkpoint)
 }
 
 fn sizes(checkpoint: &Checkpoint, written: Option<u64>) -> Sizes {

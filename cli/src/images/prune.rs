@@ -2,29 +2,22 @@
 //!
 //! Order matters: everything is looked at before the first is removed.
 
-use std::collections::HashSet;
-use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use firn_config::{Config, Keys, names};
-use firn_host::{Problem, ProblemReport, UnlessAbsent, clock};
-use firn_image::manifest::is_of_image;
-use firn_image::store::{Packing, Store};
-use firn_transaction::journal::Record;
+use firn_host::{Problem, ProblemReport, clock};
 use serde::Serialize;
 
-use super::args::{Common, PruneArgs};
-use super::find::{self, Checkpoint, Kind};
-use crate::containerd::{Containerd, block_on, bundles};
+use super::args::PruneArgs;
+use super::find::{self, Checkpoint};
+use super::removal::{Used, remove};
 use crate::oci_image::ImageError;
 use crate::output::{self, line, note, printed};
 use crate::text;
 
 /// Why a checkpoint stays.
 #[derive(Debug, thiserror::Error, Problem)]
-enum PruneError {
+pub enum PruneError {
     #[error("this node has no checkpoint {name}")]
     #[problem(
         "FIRN-PRUNE-UNKNOWN",
@@ -57,6 +50,15 @@ enum PruneError {
     Remove { name: String, source: io::Error },
     #[error(transparent)]
     Call(#[from] ImageError),
+}
+
+impl PruneError {
+    pub fn remove(checkpoint: &Checkpoint, source: io::Error) -> Self {
+        Self::Remove {
+            name: checkpoint.name.clone(),
+            source,
+        }
+    }
 }
 
 /// What was removed.
@@ -98,8 +100,8 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     let used = Used::find(&args.common)?;
     let (mut removed, mut kept) = (Vec::new(), Vec::new());
     for checkpoint in wanted {
-        match used.expect_none(checkpoint) {
-            Ok(()) => removed.push(checkpoint),
+        match used.prove(checkpoint) {
+            Ok(_) => removed.push(checkpoint),
             Err(error) if args.names.is_empty() => kept.push((checkpoint, ProblemReport::from(error))),
             Err(error) => return output::failed(args.common.json, ProblemReport::from(error)),
         }
@@ -108,7 +110,11 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     for checkpoint in removed {
         let result = match args.dry_run {
             true => Ok(()),
-            false => remove(checkpoint, &args.common)?,
+            // Proved again: the others may have taken long.
+            false => match used.prove(checkpoint) {
+                Ok(unused) => remove(unused, &args.common)?,
+                Err(error) => Err(error),
+            },
         };
         match result {
             Ok(()) => done.push(checkpoint),
@@ -142,173 +148,6 @@ fn wanted<'a>(args: &PruneArgs, found: &'a [Checkpoint]) -> Result<Vec<&'a Check
         }
     }
     Ok(wanted)
-}
-
-/// What is in use on this node.
-#[derive(Default)]
-struct Used {
-    /// Directories, with the reason.
-    directories: Vec<(PathBuf, String)>,
-    /// Blobs that a lease of containerd keeps, as `NAMESPACE/DIGEST`.
-    leased: HashSet<String>,
-    /// Indexes in the store that somebody has pinned.
-    pinned: HashSet<String>,
-}
-
-impl Used {
-    fn find(common: &Common) -> Result<Self> {
-        let mut used = Self::default();
-        for bundle in bundles(&common.state) {
-            let id = bundle
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            if let Some(record) = Record::read(&bundle)? {
-                let reason = format!("a {} of container {id} is in progress", record.begin.op);
-                used.directories.push((record.begin.image, reason));
-            }
-            if let Ok(from) = fs::read_to_string(bundle.join(names::BUNDLE_RESTORED_FROM)) {
-                let reason = format!("container {id} was restored from it, and may be again");
-                used.directories.push((PathBuf::from(from.trim_end()), reason));
-            }
-        }
-        if !common.no_containerd {
-            used.leased = block_on(leased(&common.socket.address))?.map_err(ProblemReport::from)?;
-        }
-        let images = Config::load(Keys::STORE).map_err(ProblemReport::from)?.images;
-        if let Some(store) = images.store.filter(|store| store.is_dir()) {
-            let packing = Packing::with_key(images.store_key.as_deref()).map_err(ProblemReport::from)?;
-            let store = Store::open(&store, &packing).map_err(ProblemReport::from)?;
-            let pinned = store.pinned().map_err(ProblemReport::from)?;
-            used.pinned = pinned.iter().map(ToString::to_string).collect();
-        }
-        Ok(used)
-    }
-
-    fn expect_none(&self, checkpoint: &Checkpoint) -> Result<(), PruneError> {
-        let name = checkpoint.name.clone();
-        let in_use = |why: String| {
-            Err(PruneError::InUse {
-                name: name.clone(),
-                why,
-            })
-        };
-        let bulk = checkpoint
-            .manifest
-            .as_ref()
-            .and_then(|manifest| manifest.bulk.as_ref());
-        if bulk.is_some_and(|bulk| self.pinned.contains(&bulk.index.to_string())) {
-            return in_use("its memory is pinned; `firn store unpin` ends that".to_owned());
-        }
-        if checkpoint.kind == Kind::Image {
-            let key = |digest: &str| format!("{}/{digest}", checkpoint.namespace);
-            let leased = checkpoint
-                .blobs
-                .iter()
-                .find(|blob| self.leased.contains(&key(&blob.digest)));
-            return match leased {
-                Some(blob) => in_use(format!("a lease of containerd keeps {}", blob.digest)),
-                None => Ok(()),
-            };
-        }
-        let dir = Path::new(&checkpoint.name);
-        let is_it = |path: &Path| path.starts_with(dir);
-        if let Some((_, why)) = self.directories.iter().find(|(path, _)| is_it(path)) {
-            return in_use(why.clone());
-        }
-        match foreign(dir) {
-            Ok(None) => Ok(()),
-            Ok(Some(foreign)) => Err(PruneError::Foreign { name, foreign }),
-            Err(source) => Err(PruneError::Remove { name, source }),
-        }
-    }
-}
-
-/// The blobs that leases keep, in all namespaces.
-async fn leased(socket: &Path) -> Result<HashSet<String>, ImageError> {
-    let any = Containerd::connect(socket, "default").await?;
-    let mut all = HashSet::new();
-    for namespace in any.namespaces().await? {
-        let containerd = any.for_namespace(&namespace)?;
-        for lease in containerd.leases().await? {
-            let blobs = containerd.leased_blobs(&lease).await?;
-            all.extend(blobs.into_iter().map(|digest| format!("{namespace}/{digest}")));
-        }
-    }
-    Ok(all)
-}
-
-/// Files next to an image in an archive of the kubelet or of podman.
-const ARCHIVE: [&str; 9] = [
-    names::ARCHIVE_LAYER,
-    "spec.dump",
-    "config.dump",
-    "status",
-    "status.dump",
-    "container.log",
-    "network.status",
-    "bind.mounts",
-    "stats-dump",
-];
-
-/// What the directory of a checkpoint holds that is none of it.
-fn foreign(dir: &Path) -> io::Result<Option<String>> {
-    if fs::symlink_metadata(dir)?.is_symlink() {
-        return Ok(Some("a link".to_owned()));
-    }
-    for entry in fs::read_dir(dir)? {
-        let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
-        let name = name.to_string_lossy().into_owned();
-        let kind = fs::symlink_metadata(&entry)?.file_type();
-        let is_image_dir = kind.is_dir() && name == names::ARCHIVE_IMAGE;
-        match is_image_dir {
-            true => {
-                if let Some(inside) = foreign(&entry)? {
-                    return Ok(Some(format!("{name}/{inside}")));
-                }
-            }
-            false if !kind.is_file() || !is_ours(&name) => return Ok(Some(name)),
-            false => {}
-        }
-    }
-    Ok(None)
-}
-
-fn is_ours(name: &str) -> bool {
-    let is_log = Path::new(name).extension().is_some_and(|end| end == "log");
-    is_of_image(name)
-        || is_log
-        || name == names::SIGNATURE
-        || name.starts_with("stats-")
-        || ARCHIVE.contains(&name)
-}
-
-/// The outer error: nothing could be tried.
-fn remove(checkpoint: &Checkpoint, common: &Common) -> Result<Result<(), PruneError>> {
-    let name = || checkpoint.name.clone();
-    if checkpoint.kind == Kind::Image {
-        return Ok(block_on(async {
-            let containerd = Containerd::connect(&common.socket.address, &checkpoint.namespace).await;
-            let containerd = containerd.map_err(ImageError::from)?;
-            Ok(containerd.delete_image(&name()).await.map_err(ImageError::from)?)
-        })?);
-    }
-    let removed = empty(Path::new(&checkpoint.name));
-    Ok(removed.map_err(|source| PruneError::Remove { name: name(), source }))
-}
-
-/// Removes the files of a checkpoint, and the directory. Order matters: without its manifest it is none.
-fn empty(dir: &Path) -> io::Result<()> {
-    let inside = dir.join(names::ARCHIVE_IMAGE);
-    if inside.is_dir() {
-        empty(&inside)?;
-    }
-    fs::remove_file(dir.join(names::MANIFEST)).unless_absent()?;
-    for entry in fs::read_dir(dir)? {
-        fs::remove_file(entry?.path())?;
-    }
-    fs::remove_dir(dir)
 }
 
 fn print(args: &PruneArgs, done: &[&Checkpoint], kept: &[(&Checkpoint, ProblemReport)]) -> Result<()> {

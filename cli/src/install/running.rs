@@ -32,8 +32,12 @@ pub fn name_of(program: &Path) -> Option<&str> {
     Some(name.strip_suffix(" (deleted)").unwrap_or(name))
 }
 
-/// The container, or the pod, that the process is the shim of: NAMESPACE/ID.
+/// The container, or the pod, that the process is the shim of: NAMESPACE/ID. Programs of containers and of
+/// users are none, whatever their names.
 fn container(pid: i32) -> Option<String> {
+    if !procfs::is_of_host(pid) {
+        return None;
+    }
     let dir = Path::new("/proc").join(pid.to_string());
     let program = fs::read_link(dir.join("exe")).ok()?;
     let command = fs::read(dir.join("cmdline")).ok()?;

@@ -98,7 +98,7 @@ impl Facts {
         let host =
             std::fs::read_to_string("/proc/sys/kernel/hostname").context("cannot read the host's name")?;
         let config = Config::load(Keys::STORE).map_err(ProblemReport::from)?;
-        let mut directories = leftovers::directories(&config);
+        let mut directories = Vec::new();
         let in_store = store.root().join(names::STORE_NAMED);
         for from in config.restore.from_dir.iter().chain([&in_store]) {
             let named = keep::named_directories(from);
@@ -113,7 +113,13 @@ impl Facts {
             now: SystemTime::now().duration_since(UNIX_EPOCH)?,
             host: host.trim_end().to_owned(),
             containerd,
-            directories: keep::of_directories(directories),
+            directories: keep::of_directories(directories)
+                .into_iter()
+                .chain(keep::of_leftovers(leftovers::directories(
+                    &config,
+                    &args.socket.address,
+                )))
+                .collect(),
             // Without them, whatever has a file system is kept.
             mounts: mounted().unwrap_or_default(),
         })

@@ -15,6 +15,7 @@ use firn_image::store::{Digest, Index};
 use serde::Deserialize;
 
 use crate::containerd::{CallError, Containerd, Descriptor};
+use crate::leftovers::Leftover;
 use crate::oci_image;
 
 /// containerd's media type of the archive of an image directory.
@@ -71,11 +72,18 @@ pub fn by_directory(index: &Index, id: &Digest, mounts: &[MountEntry]) -> Option
 
 /// The indexes that the images in these directories name, each with such an image.
 pub fn of_directories(directories: Vec<PathBuf>) -> BTreeMap<Digest, String> {
-    let named = |dir: PathBuf| {
-        let bytes = manifest(&dir).ok()??;
-        Some((named_by(&bytes).ok()??, format!("{} is there", dir.display())))
-    };
+    let named = |dir: PathBuf| named_in(&UntrustedDir::open(&dir).ok()?, &dir);
     directories.into_iter().filter_map(named).collect()
+}
+
+/// The same of directories that containerd or firn has left.
+pub fn of_leftovers(left: impl Iterator<Item = Leftover>) -> BTreeMap<Digest, String> {
+    left.filter_map(|left| named_in(&left.dir, &left.path)).collect()
+}
+
+fn named_in(dir: &UntrustedDir, shown: &Path) -> Option<(Digest, String)> {
+    let bytes = manifest(dir).ok()??;
+    Some((named_by(&bytes).ok()??, format!("{} is there", shown.display())))
 }
 
 /// The directories that pods may name to restore from: `NAMESPACE/NAME`, and the image in an archive of the
@@ -104,12 +112,12 @@ fn directories(of: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// The firn.json of an image directory; none if it is too large.
-fn manifest(dir: &Path) -> io::Result<Option<Vec<u8>>> {
-    read_at_most(UntrustedDir::open(dir)?.file(names::MANIFEST)?, MAX_BYTES)
+fn manifest(dir: &UntrustedDir) -> io::Result<Option<Vec<u8>>> {
+    read_at_most(dir.file(names::MANIFEST)?, MAX_BYTES)
 }
 
 fn needs(dir: &Path, index: &Digest) -> Option<String> {
-    let is_named = match manifest(dir) {
+    let is_named = match UntrustedDir::open(dir).and_then(|dir| manifest(&dir)) {
         Err(error) if error.is_absent() => {
             let unfinished = has_files_of_an_image(dir);
             return unfinished.then(|| format!("{} has no firn.json yet", dir.display()));
@@ -241,6 +249,23 @@ mod tests {
         assert!(named_directories(&dir.path().join("none")).unwrap().is_empty());
         let file = dir.path().join("ml/notes");
         assert!(named_directories(&file).is_err());
+    }
+
+    #[test]
+    fn what_a_user_has_put_next_to_containerds_directories_keeps_nothing() {
+        use crate::leftovers::{below, tests::image};
+        let dir = tempfile::tempdir().unwrap();
+        let index = Digest::of(b"index");
+        let manifest = format!("{{\"body\":{{\"bulk\":{{\"store\":\"x\",\"index\":\"{index}\"}}}}}}");
+        let kept = |owner: u32| {
+            let path = image(dir.path(), "ctrd-checkpoint1", owner, 0o700);
+            fs::write(path.join(names::MANIFEST), &manifest).unwrap();
+            let rescue = dir.path().join("rescue");
+            let left = below([dir.path().to_owned()].into(), &rescue);
+            of_leftovers(left).into_keys().collect::<Vec<_>>()
+        };
+        assert_eq!(kept(1000), []);
+        assert_eq!(kept(0), [index]);
     }
 
     #[test]

@@ -108,3 +108,49 @@ pub fn checkpoints_are_listed_measured_and_removed(platform: Platform) -> Result
         host.idle()
     })
 }
+
+/// What a user has put into /tmp, and what the volume of a container holds that calls its program containerd.
+const PLANT: &str = "
+set -e
+mkdir -p /srv/volume /srv/elsewhere
+for dir in /tmp/ctrd-checkpoint9 /tmp/firn-rescue-a /srv/volume/ctrd-checkpoint9 /srv/elsewhere; do
+    mkdir -p -m 700 $dir
+    for file in inventory.img pages-1.img; do echo x >$dir/$file; done
+done
+chown -R 1000 /tmp/ctrd-checkpoint9 /tmp/firn-rescue-a
+ln -s /srv/elsewhere /tmp/ctrd-checkpoint-link
+chown -h 1000 /tmp/ctrd-checkpoint-link
+cp /bin/sleep /srv/volume/containerd";
+
+pub fn what_others_plant_is_no_checkpoint(platform: Platform) -> Result<()> {
+    on([host(platform, "li-plant")?], |[host]| {
+        let node = host.node();
+        node.run(&["sh", "-c", PLANT])?;
+        let mut other = node.spawn(&["env", "TMPDIR=/srv/volume", "/srv/volume/containerd", "600"])?;
+        // It is root's, and left: what containerd itself leaves is seen.
+        node.run(&["sh", "-c", "cp -r /srv/elsewhere /tmp/ctrd-checkpoint8"])?;
+        let all = listed(host)?;
+        let names: Vec<&str> = all.iter().filter_map(|one| one["name"].as_str()).collect();
+        ensure!(names == ["/tmp/ctrd-checkpoint8"], "{names:?}");
+        let checks = host.firn_shows(&["doctor"])?.1.to_string();
+        ensure!(checks.contains("/tmp/ctrd-checkpoint8: "), "{checks}");
+        let planted = ["ctrd-checkpoint9", "firn-rescue-a", "ctrd-checkpoint-link"];
+        ensure!(!planted.iter().any(|name| checks.contains(name)), "{checks}");
+        let pruned = host.firn(&["images", "prune", "--older-than", "0s"])?;
+        ensure!(
+            pruned["removed"].as_array().is_some_and(|all| all.len() == 1)
+                && pruned["kept"].as_array().is_some_and(Vec::is_empty),
+            "{pruned}"
+        );
+        let count =
+            "find /tmp/ctrd-checkpoint9 /tmp/firn-rescue-a /srv/volume /srv/elsewhere -name '*.img' | wc -l";
+        let left = node.run(&["sh", "-c", count])?.stdout;
+        ensure!(
+            left.trim() == "8" && !node.path("/tmp/ctrd-checkpoint8").exists(),
+            "{left} files are left"
+        );
+        other.kill()?;
+        other.wait()?;
+        host.idle()
+    })
+}

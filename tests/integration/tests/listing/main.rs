@@ -161,5 +161,6 @@ fn main() -> ExitCode {
         a_suspended_container_names_what_resumes_it [FORKY, TRIXIE];
         subjects::every_form_of_a_checkpoint_is_looked_at [FORKY, TRIXIE];
         images::checkpoints_are_listed_measured_and_removed [FORKY, TRIXIE];
+        images::what_others_plant_is_no_checkpoint [FORKY, TRIXIE];
     })
 }

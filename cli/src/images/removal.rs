@@ -1,0 +1,285 @@
+//! Removes a checkpoint. [`remove`] alone does, and it demands a proof that nothing uses the checkpoint and
+//! that its directory holds nothing else.
+//!
+//! A directory is opened once for that: what was looked at is what is emptied, whatever stands at its path
+//! then. A file goes only by a name that was looked at, so that a directory with another file stays.
+
+use std::collections::HashSet;
+use std::fs::{self, Metadata};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use firn_config::{Config, Keys, names};
+use firn_host::{ProblemReport, UnlessAbsent};
+use firn_image::manifest::{UntrustedDir, is_of_image};
+use firn_image::store::{Packing, Store};
+use firn_transaction::journal::Record;
+
+use super::args::Common;
+use super::find::{Checkpoint, DirId, Kind};
+use super::prune::PruneError;
+use crate::containerd::{Containerd, block_on, bundles};
+use crate::leftovers::Leftover;
+use crate::oci_image::ImageError;
+
+/// A checkpoint that nothing uses: the proof that [`remove`] demands.
+pub struct Unused<'a> {
+    checkpoint: &'a Checkpoint,
+    /// None for an image of containerd.
+    directory: Option<Directory>,
+}
+
+/// The directory of a checkpoint, held open.
+struct Directory {
+    parent: UntrustedDir,
+    name: String,
+    contents: Contents,
+}
+
+/// What a directory holds: files of a checkpoint alone.
+struct Contents {
+    dir: UntrustedDir,
+    files: Vec<String>,
+    /// The image in an archive of the kubelet or of podman.
+    image: Option<Box<Contents>>,
+}
+
+/// What is in use on this node.
+#[derive(Default)]
+pub struct Used {
+    /// containerd's state directory, with the bundles.
+    pub(super) state: PathBuf,
+    /// Blobs that a lease of containerd keeps, as `NAMESPACE/DIGEST`.
+    pub(super) leased: HashSet<String>,
+    /// Indexes in the store that somebody has pinned.
+    pub(super) pinned: HashSet<String>,
+}
+
+impl Used {
+    pub fn find(common: &Common) -> Result<Self> {
+        let mut used = Self {
+            state: common.state.clone(),
+            ..Self::default()
+        };
+        // Fails if a journal cannot be read.
+        directories(&used.state)?;
+        if !common.no_containerd {
+            used.leased = block_on(leased(&common.socket.address))?.map_err(ProblemReport::from)?;
+        }
+        let images = Config::load(Keys::STORE).map_err(ProblemReport::from)?.images;
+        if let Some(store) = images.store.filter(|store| store.is_dir()) {
+            let packing = Packing::with_key(images.store_key.as_deref()).map_err(ProblemReport::from)?;
+            let store = Store::open(&store, &packing).map_err(ProblemReport::from)?;
+            let pinned = store.pinned().map_err(ProblemReport::from)?;
+            used.pinned = pinned.iter().map(ToString::to_string).collect();
+        }
+        Ok(used)
+    }
+
+    /// Proves that nothing uses the checkpoint, or shows why it stays. What transactions and containers use
+    /// is looked at now.
+    pub fn prove<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Unused<'a>, PruneError> {
+        let in_use = |why: String| PruneError::InUse {
+            name: checkpoint.name.clone(),
+            why,
+        };
+        let manifest = checkpoint.manifest.as_ref();
+        let bulk = manifest.and_then(|manifest| manifest.bulk.as_ref());
+        if bulk.is_some_and(|bulk| self.pinned.contains(&bulk.index.to_string())) {
+            return Err(in_use(
+                "its memory is pinned; `firn store unpin` ends that".to_owned(),
+            ));
+        }
+        if checkpoint.kind == Kind::Image {
+            let key = |digest: &str| format!("{}/{digest}", checkpoint.namespace);
+            let mut blobs = checkpoint.blobs.iter();
+            return match blobs.find(|blob| self.leased.contains(&key(&blob.digest))) {
+                Some(blob) => Err(in_use(format!("a lease of containerd keeps {}", blob.digest))),
+                None => Ok(Unused {
+                    checkpoint,
+                    directory: None,
+                }),
+            };
+        }
+        let failed = |source| PruneError::remove(checkpoint, source);
+        let directory = Directory::open(checkpoint)?;
+        let id = DirId::of(&directory.contents.dir.itself().map_err(failed)?);
+        let path = Path::new(&checkpoint.name);
+        let used =
+            directories(&self.state).map_err(|error| failed(io::Error::other(format!("{error:#}"))))?;
+        let uses_it = |used: &PathBuf| used.starts_with(path) || is_in(used, id);
+        match used.into_iter().find(|(used, _)| uses_it(used)) {
+            Some((_, why)) => Err(in_use(why)),
+            None => Ok(Unused {
+                checkpoint,
+                directory: Some(directory),
+            }),
+        }
+    }
+}
+
+/// Whether a path leads to the directory or into it, by another name.
+fn is_in(path: &Path, id: DirId) -> bool {
+    let is_it = |path: &Path| fs::metadata(path).is_ok_and(|found| DirId::of(&found) == id);
+    path.ancestors().any(is_it)
+}
+
+/// Directories that transactions and containers use, with the reason.
+fn directories(state: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let mut used = Vec::new();
+    for bundle in bundles(state) {
+        let id = bundle.file_name().unwrap_or_default().to_string_lossy();
+        if let Some(record) = Record::read(&bundle)? {
+            let reason = format!("a {} of container {id} is in progress", record.begin.op);
+            used.push((record.begin.image, reason));
+        }
+        if let Ok(from) = fs::read_to_string(bundle.join(names::BUNDLE_RESTORED_FROM)) {
+            let reason = format!("container {id} was restored from it, and may be again");
+            used.push((PathBuf::from(from.trim_end()), reason));
+        }
+    }
+    Ok(used)
+}
+
+/// The blobs that leases keep, in all namespaces.
+async fn leased(socket: &Path) -> Result<HashSet<String>, ImageError> {
+    let any = Containerd::connect(socket, "default").await?;
+    let mut all = HashSet::new();
+    for namespace in any.namespaces().await? {
+        let containerd = any.for_namespace(&namespace)?;
+        for lease in containerd.leases().await? {
+            let blobs = containerd.leased_blobs(&lease).await?;
+            all.extend(blobs.into_iter().map(|digest| format!("{namespace}/{digest}")));
+        }
+    }
+    Ok(all)
+}
+
+impl Directory {
+    /// Opens the directory that was listed, if it holds a checkpoint alone.
+    fn open(checkpoint: &Checkpoint) -> Result<Self, PruneError> {
+        let failed = |source| PruneError::remove(checkpoint, source);
+        let foreign = |foreign: String| PruneError::Foreign {
+            name: checkpoint.name.clone(),
+            foreign,
+        };
+        let other = |what: &str| failed(io::Error::other(what.to_owned()));
+        let path = Path::new(&checkpoint.name);
+        let (Some(at), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
+            return Err(other("it has no parent"));
+        };
+        let parent = UntrustedDir::open(at).map_err(failed)?;
+        if parent.metadata(name).map_err(failed)?.is_symlink() {
+            return Err(foreign("a link".to_owned()));
+        }
+        let dir = match checkpoint.kind {
+            Kind::Left => Leftover::open(&parent, at, name.as_ref())
+                .map(|left| left.dir)
+                .ok_or_else(|| other("it is not root's alone"))?,
+            _ => parent.inside(name).map_err(failed)?,
+        };
+        if checkpoint.id != Some(DirId::of(&dir.itself().map_err(failed)?)) {
+            return Err(other("it is another directory than the one that was listed"));
+        }
+        let contents = Contents::of(dir, true).map_err(failed)?.map_err(foreign)?;
+        let name = name.to_owned();
+        Ok(Self {
+            parent,
+            name,
+            contents,
+        })
+    }
+
+    /// Removes the files, and the directory.
+    fn remove(&self) -> io::Result<()> {
+        self.contents.empty()?;
+        let id = |found: Metadata| DirId::of(&found);
+        // Another one at its place is not this one.
+        if id(self.parent.metadata(&self.name)?) != id(self.contents.dir.itself()?) {
+            return Err(io::Error::other("another directory is at its place"));
+        }
+        self.parent.remove_dir(&self.name)
+    }
+}
+
+/// Files next to an image in an archive of the kubelet or of podman.
+const ARCHIVE: [&str; 9] = [
+    names::ARCHIVE_LAYER,
+    "spec.dump",
+    "config.dump",
+    "status",
+    "status.dump",
+    "container.log",
+    "network.status",
+    "bind.mounts",
+    "stats-dump",
+];
+
+impl Contents {
+    /// The inner error: what the directory holds that is none of a checkpoint. `is_archive`: there may be
+    /// an image in a directory of its own.
+    fn of(dir: UntrustedDir, is_archive: bool) -> io::Result<Result<Self, String>> {
+        let (mut files, mut image) = (Vec::new(), None);
+        for name in dir.entries()? {
+            let shown = name.to_string_lossy().into_owned();
+            let Ok(name) = name.into_string() else {
+                return Ok(Err(shown));
+            };
+            let kind = dir.metadata(&name)?.file_type();
+            if is_archive && kind.is_dir() && name == names::ARCHIVE_IMAGE {
+                match Self::of(dir.inside(&name)?, false)? {
+                    Ok(inside) => image = Some(Box::new(inside)),
+                    Err(foreign) => return Ok(Err(format!("{name}/{foreign}"))),
+                }
+            } else if kind.is_file() && is_ours(&name) {
+                files.push(name);
+            } else {
+                return Ok(Err(shown));
+            }
+        }
+        Ok(Ok(Self { dir, files, image }))
+    }
+
+    /// Removes what was found. Order matters: without its manifest it is no checkpoint.
+    fn empty(&self) -> io::Result<()> {
+        if let Some(image) = &self.image {
+            image.empty()?;
+            self.dir.remove_dir(names::ARCHIVE_IMAGE)?;
+        }
+        let is_manifest = |name: &&String| *name == names::MANIFEST;
+        let manifest = self.files.iter().filter(is_manifest);
+        let others = self.files.iter().filter(|name| !is_manifest(name));
+        for name in manifest.chain(others) {
+            self.dir.remove_file(name).unless_absent()?;
+        }
+        Ok(())
+    }
+}
+
+fn is_ours(name: &str) -> bool {
+    let is_log = Path::new(name).extension().is_some_and(|end| end == "log");
+    is_of_image(name)
+        || is_log
+        || name == names::SIGNATURE
+        || name.starts_with("stats-")
+        || ARCHIVE.contains(&name)
+}
+
+/// Removes the checkpoint. The outer error: nothing could be tried.
+pub fn remove(unused: Unused<'_>, common: &Common) -> Result<Result<(), PruneError>> {
+    let checkpoint = unused.checkpoint;
+    let Some(directory) = unused.directory else {
+        return Ok(block_on(async {
+            let containerd = Containerd::connect(&common.socket.address, &checkpoint.namespace).await;
+            let containerd = containerd.map_err(ImageError::from)?;
+            let removed = containerd.delete_image(&checkpoint.name).await;
+            Ok(removed.map_err(ImageError::from)?)
+        })?);
+    };
+    let removed = directory.remove();
+    Ok(removed.map_err(|source| PruneError::remove(checkpoint, source)))
+}
+
+#[cfg(test)]
+mod tests;

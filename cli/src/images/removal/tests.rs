@@ -1,0 +1,267 @@
+use std::collections::BTreeSet;
+use std::os::unix::fs::symlink;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_host::ProblemReport;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+
+use super::super::find;
+use super::*;
+use crate::leftovers::{self, tests::give, tests::image};
+use crate::oci_image::Part;
+
+/// A directory for temporary files, as /tmp, and a state directory of containerd.
+struct World {
+    dir: tempfile::TempDir,
+    tmp: PathBuf,
+    used: Used,
+}
+
+impl World {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let tmp = dir.path().join("tmp");
+        fs::create_dir(&tmp).unwrap();
+        give(&tmp, 0, 0o1777);
+        let used = Used {
+            state: dir.path().join("state"),
+            ..Used::default()
+        };
+        Self { dir, tmp, used }
+    }
+
+    /// What containerd and firn have left there.
+    fn left(&self) -> Vec<Checkpoint> {
+        let rescue = self.dir.path().join("rescue");
+        let left = leftovers::below(BTreeSet::from([self.tmp.clone()]), &rescue);
+        find::left(left).collect()
+    }
+
+    /// The image that is left there alone.
+    fn one(&self) -> Checkpoint {
+        let mut left = self.left();
+        let one = left.remove(0);
+        assert!(left.is_empty());
+        one
+    }
+
+    /// Why it stays.
+    fn kept(&self, checkpoint: &Checkpoint) -> String {
+        let error = self.used.prove(checkpoint).err().expect("nothing keeps it");
+        let report = ProblemReport::from(error);
+        format!("{} {}", report.code, report.message)
+    }
+
+    /// Removes it as `prune` does.
+    fn remove(&self, checkpoint: &Checkpoint) -> Result<(), String> {
+        let unused = self.used.prove(checkpoint);
+        let unused = unused.map_err(|error| ProblemReport::from(error).message)?;
+        remove_directory(&unused).map_err(|error| error.to_string())
+    }
+
+    fn bundle(&self, file: &str, content: &str) {
+        let bundle = self.used.state.join("io.containerd.runtime.v2.task/default/job");
+        fs::create_dir_all(&bundle).unwrap();
+        fs::write(bundle.join(file), content).unwrap();
+    }
+}
+
+fn remove_directory(unused: &Unused<'_>) -> io::Result<()> {
+    unused.directory.as_ref().expect("a directory").remove()
+}
+
+fn entries(dir: &Path) -> usize {
+    fs::read_dir(dir).unwrap().count()
+}
+
+#[test]
+fn what_is_left_goes_with_all_its_files() {
+    let world = World::new();
+    let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    for name in [names::MANIFEST, "restore.log", "stats-dump", names::SIGNATURE] {
+        fs::write(path.join(name), "").unwrap();
+    }
+    image(&world.tmp, "elses", 0, 0o700);
+    world.remove(&world.one()).unwrap();
+    assert!(!path.exists() && world.tmp.join("elses").exists());
+}
+
+#[test]
+fn an_archive_goes_with_the_image_in_it() {
+    let world = World::new();
+    let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    fs::remove_file(path.join("inventory.img")).unwrap();
+    let inside = image(&path, names::ARCHIVE_IMAGE, 0, 0o700);
+    fs::write(path.join("spec.dump"), "").unwrap();
+    let one = world.one();
+    fs::write(inside.join("notes"), "").unwrap();
+    assert!(
+        world.kept(&one).contains("holds checkpoint/notes,"),
+        "{}",
+        world.kept(&one)
+    );
+    fs::remove_file(inside.join("notes")).unwrap();
+    let nested = image(&inside, names::ARCHIVE_IMAGE, 0, 0o700);
+    assert!(world.kept(&one).contains("holds checkpoint/checkpoint,"));
+    fs::remove_dir_all(nested).unwrap();
+    world.remove(&one).unwrap();
+    assert!(!path.exists());
+}
+
+#[test]
+fn whatever_is_no_file_of_a_checkpoint_keeps_the_directory() {
+    use std::os::unix::ffi::OsStrExt;
+    let world = World::new();
+    let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    let one = world.one();
+    let elsewhere = image(world.dir.path(), "elsewhere", 0, 0o700);
+    type Make<'a> = &'a dyn Fn(&Path);
+    let cases: [(&[u8], Make<'_>); 5] = [
+        (b"notes", &|path| fs::write(path, "").unwrap()),
+        (b"pages-\xff.img", &|path| fs::write(path, "").unwrap()),
+        (b"pages-2.img", &|path| symlink(&elsewhere, path).unwrap()),
+        (b"pages-2.img", &|path| fs::create_dir(path).unwrap()),
+        (b"checkpoint", &|path| symlink(&elsewhere, path).unwrap()),
+    ];
+    let files = entries(&path);
+    for (name, make) in cases {
+        let file = path.join(std::ffi::OsStr::from_bytes(name));
+        make(&file);
+        assert!(
+            world.kept(&one).starts_with("FIRN-PRUNE-FOREIGN "),
+            "{}",
+            file.display()
+        );
+        assert_eq!((entries(&path), entries(&elsewhere)), (files + 1, 2));
+        fs::remove_file(&file).or_else(|_| fs::remove_dir(&file)).unwrap();
+    }
+    // One that comes after the proof stays, and the directory with it.
+    let unused = world.used.prove(&one).ok().unwrap();
+    fs::write(path.join("notes"), "").unwrap();
+    remove_directory(&unused).unwrap_err();
+    assert_eq!(entries(&path), 1);
+}
+
+#[test]
+fn what_is_in_use_stays() {
+    let world = World::new();
+    let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    let one = world.one();
+    let link = world.dir.path().join("link");
+    symlink(&world.tmp, &link).unwrap();
+    let by_link = link.join("ctrd-checkpoint1/checkpoint");
+    for used in [&path, &path.join("checkpoint"), &by_link] {
+        world.bundle(names::BUNDLE_RESTORED_FROM, &format!("{}\n", used.display()));
+        assert!(
+            world.kept(&one).starts_with("FIRN-PRUNE-IN-USE "),
+            "{}",
+            used.display()
+        );
+    }
+    world.bundle(names::BUNDLE_RESTORED_FROM, "/tmp/ctrd-checkpoint12\n");
+    assert!(world.used.prove(&one).is_ok());
+    let journal = serde_json::json!({
+        "event": "begin", "version": 1, "boot": "", "shim": 1, "at": 1, "op": "restore", "container": "job",
+        "gpu": true, "exit": false, "image": path, "work": "/w", "work_is_ours": true, "was_frozen": false,
+    });
+    world.bundle("firn-journal", &format!("{journal}\n"));
+    let why = world.kept(&one);
+    assert!(why.contains("a restore of container job is in progress"), "{why}");
+    assert!(path.exists());
+}
+
+#[test]
+fn pins_and_leases_keep_a_checkpoint() {
+    let index = firn_image::store::Digest::of(b"index");
+    let mut checkpoint = Checkpoint::unread(Kind::Image, "checkpoint/job", "ml");
+    checkpoint.blobs = vec![Part {
+        digest: "sha256:1".to_owned(),
+        ..Part::default()
+    }];
+    let mut used = Used::default();
+    assert!(used.prove(&checkpoint).is_ok());
+    used.leased = HashSet::from(["other/sha256:1".to_owned(), "ml/sha256:2".to_owned()]);
+    assert!(used.prove(&checkpoint).is_ok());
+    used.leased.insert("ml/sha256:1".to_owned());
+    assert!(matches!(used.prove(&checkpoint), Err(PruneError::InUse { .. })));
+    used.leased.clear();
+    let mut manifest = firn_image::fixtures::manifest(&[]);
+    manifest.bulk = Some(firn_image::manifest::StoredMemory {
+        store: String::new(),
+        index,
+        bytes: 1,
+        written: 0,
+        reused: 0,
+        parent: None,
+    });
+    checkpoint.manifest = Some(manifest);
+    assert!(used.prove(&checkpoint).is_ok());
+    used.pinned.insert(index.to_string());
+    assert!(matches!(used.prove(&checkpoint), Err(PruneError::InUse { .. })));
+}
+
+#[test]
+fn a_directory_that_is_not_roots_any_more_stays() {
+    let world = World::new();
+    let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    let one = world.one();
+    for (owner, mode) in [(0, 0o755), (0, 0o770), (1000, 0o700)] {
+        give(&path, owner, mode);
+        world.remove(&one).unwrap_err();
+    }
+    give(&path, 0, 0o700);
+    for (owner, mode) in [(0, 0o777), (1000, 0o755)] {
+        give(&world.tmp, owner, mode);
+        world.remove(&one).unwrap_err();
+    }
+    give(&world.tmp, 0, 0o1777);
+    // Another one at its place was not listed.
+    fs::rename(&path, world.dir.path().join("first")).unwrap();
+    image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    assert!(world.remove(&one).unwrap_err().contains("cannot remove"));
+    let unused = world.used.prove(&world.left()[0]).ok().map(|_| ());
+    assert_eq!((entries(&path), unused), (2, Some(())));
+    // It comes between the proof and the removal.
+    let listed = world.one();
+    let unused = world.used.prove(&listed).ok().unwrap();
+    fs::rename(&path, world.dir.path().join("second")).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert!(remove_directory(&unused).is_err() && path.exists());
+}
+
+/// The directory of an image and a link to another directory change places all the time.
+#[test]
+fn an_exchange_removes_nothing_elsewhere() {
+    let world = World::new();
+    let elsewhere = image(world.dir.path(), "elsewhere", 0, 0o700);
+    let (path, link) = (world.tmp.join("ctrd-checkpoint1"), world.tmp.join("other"));
+    symlink(&elsewhere, &link).unwrap();
+    let (stop, mut removed) = (AtomicBool::new(false), 0);
+    let exchange = || {
+        while !stop.load(Ordering::Relaxed) {
+            let _ = renameat2(AT_FDCWD, &path, AT_FDCWD, &link, RenameFlags::RENAME_EXCHANGE);
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(exchange);
+        for _ in 0..3000 {
+            for place in [&path, &link] {
+                // Wherever the directory is now: one of both is made again.
+                if fs::symlink_metadata(place).is_err() {
+                    let made = image(&world.tmp, "made", 0, 0o700);
+                    let _ = renameat2(AT_FDCWD, &made, AT_FDCWD, place, RenameFlags::RENAME_NOREPLACE);
+                    let _ = fs::remove_dir_all(&made);
+                }
+            }
+            let done = world
+                .left()
+                .iter()
+                .filter(|one| world.remove(one).is_ok())
+                .count();
+            removed += done;
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(entries(&elsewhere), 2, "what the link leads to is lost");
+    assert!(removed > 0);
+}
