@@ -83,8 +83,8 @@ fn images(directories: impl Iterator<Item = Leftover>) -> Check {
     Check::warn(
         NAME,
         found.join("; "),
-        "each holds a workload's memory: `firn restore --dir DIR ID`, or `rm -r DIR` while `firn ps` shows \
-         nothing in progress",
+        "each holds a workload's memory: `firn restore --dir DIR ID`, `firn images prune DIR`, or for all \
+         that are old `firn images prune --left --older-than 30d`; what others can read: `rm -r DIR`",
     )
 }
 

@@ -61,7 +61,8 @@ pub struct ListArgs {
 /// cannot be removed, nothing is. Memory in a store goes with the next `firn store gc`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  firn images prune checkpoint/job --dry-run\n  \
-                  firn images prune --older-than 7d\n\n\
+                  firn images prune --older-than 7d\n  \
+                  firn images prune --left --older-than 30d\n\n\
                   Exit status: 0 done, 1 nothing was removed, or not all, 2 wrong usage.")]
 pub struct PruneArgs {
     /// Names of checkpoints.
@@ -73,6 +74,9 @@ pub struct PruneArgs {
     /// Only those of this namespace, of containerd or of Kubernetes.
     #[arg(long, short)]
     pub namespace: Option<String>,
+    /// Only those that failed checkpoints and containerd have left.
+    #[arg(long, conflicts_with = "namespace")]
+    pub left: bool,
     /// Show what would be removed, and remove nothing.
     #[arg(long)]
     pub dry_run: bool,

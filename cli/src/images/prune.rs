@@ -9,7 +9,7 @@ use firn_host::{Problem, ProblemReport, clock};
 use serde::Serialize;
 
 use super::args::PruneArgs;
-use super::find::{self, Checkpoint};
+use super::find::{self, Checkpoint, Kind};
 use super::removal::{Used, remove};
 use crate::oci_image::ImageError;
 use crate::output::{self, line, note, printed};
@@ -134,7 +134,9 @@ fn wanted<'a>(args: &PruneArgs, found: &'a [Checkpoint]) -> Result<Vec<&'a Check
             .is_none_or(|least| checkpoint.made > 0 && age > least.as_secs())
     };
     let namespace = args.namespace.as_deref();
-    let fits = |one: &&Checkpoint| namespace.is_none_or(|namespace| one.namespace == namespace);
+    let fits = |one: &&Checkpoint| {
+        namespace.is_none_or(|namespace| one.namespace == namespace) && (!args.left || one.kind == Kind::Left)
+    };
     if args.names.is_empty() {
         return Ok(found.iter().filter(fits).filter(is_old).collect());
     }
@@ -189,4 +191,62 @@ fn print(args: &PruneArgs, done: &[&Checkpoint], kept: &[(&Checkpoint, ProblemRe
         line!("their memory in the store goes with `firn store gc`");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use clap::Parser;
+
+    use super::super::args::ImagesCommand;
+    use super::*;
+    use crate::args::{Args, Command};
+
+    /// Places of those that a command line wants, or the code.
+    fn of(words: &str, found: &[Checkpoint]) -> Result<Vec<usize>, String> {
+        let line = "firn images prune".split(' ').chain(words.split(' '));
+        let Command::Images(ImagesCommand::Prune(args)) = Args::try_parse_from(line).unwrap().command else {
+            panic!("another command");
+        };
+        let wanted = wanted(&args, found).map_err(|error| ProblemReport::from(error).code.to_string())?;
+        let place = |one: &Checkpoint| found.iter().position(|other| std::ptr::eq(one, other));
+        Ok(wanted.into_iter().filter_map(place).collect())
+    }
+
+    #[test]
+    fn only_what_is_named_and_old_enough_is_wanted() {
+        let now = clock::now() / 1000;
+        let one = |kind, name: &str, namespace: &str, age: u64| Checkpoint {
+            made: now - age,
+            ..Checkpoint::unread(kind, name, namespace)
+        };
+        let hour = Duration::from_secs(3600).as_secs();
+        let found = [
+            one(Kind::Image, "a", "ml", 2 * hour),
+            one(Kind::Image, "a", "web", 60),
+            one(Kind::Left, "/tmp/x", "", 3 * hour),
+            one(Kind::Left, "/tmp/y", "", now),
+            one(Kind::Image, "b", "ml", 0),
+        ];
+        let unknown = || Err("FIRN-PRUNE-UNKNOWN".to_owned());
+        assert_eq!(
+            of("--older-than 1h", &found),
+            Ok(vec![0, 2]),
+            "the time of one is not known"
+        );
+        assert_eq!(of("--older-than 1h --left", &found), Ok(vec![2]));
+        assert_eq!(of("--older-than 1h -n web", &found), Ok(vec![]));
+        assert_eq!(of("--older-than 30s -n web", &found), Ok(vec![1]));
+        assert_eq!(of("a", &found), unknown());
+        assert_eq!(of("a -n ml", &found), Ok(vec![0]));
+        assert_eq!(of("a b -n ml", &found), Ok(vec![0, 4]));
+        assert_eq!(of("b b", &found), Ok(vec![4]));
+        assert_eq!(of("b c", &found), unknown());
+        assert_eq!(of("/tmp/y", &found), Ok(vec![3]));
+        assert_eq!(of("/tmp/x /tmp/y --older-than 1h", &found), Ok(vec![2]));
+        assert_eq!(of("b --left", &found), unknown());
+        // Not older than that.
+        assert_eq!(of("b --older-than 0s", &found), Ok(vec![]));
+    }
 }
