@@ -35,8 +35,9 @@ pub struct HistoryArgs {
     /// Print JSON.
     #[arg(long, conflicts_with = "otlp")]
     pub json: bool,
-    /// Send them to the collector there by OTLP over HTTP, or append them to a file as lines of OTLP's JSON.
-    #[arg(long, value_name = "ENDPOINT|FILE")]
+    /// Send them to the collector there by OTLP over HTTP (`env`: at $OTEL_EXPORTER_OTLP_ENDPOINT), or
+    /// append them to a file as lines of OTLP's JSON.
+    #[arg(long, value_name = "ENDPOINT|env|FILE")]
     pub otlp: Option<String>,
     /// Send those of --since, or none, then each one when it has ended, until SIGTERM.
     #[arg(long, requires = "otlp")]

@@ -7,6 +7,7 @@
 use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -94,25 +95,48 @@ async fn follow(args: &HistoryArgs, target: &Target) -> Result<bool> {
 
 /// Where they go.
 enum Target {
-    Collector { client: reqwest::Client, url: String },
+    Collector {
+        client: reqwest::Client,
+        url: String,
+        /// Its name in messages: one from the environment may have a key in it.
+        shown: String,
+    },
     File(String),
 }
 
+/// The word for the endpoint that is in the environment, and its variable there.
+const FROM_ENVIRONMENT: &str = "env";
+const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
+
 impl Target {
     fn of(to: &str) -> Result<Self> {
-        if !(to.starts_with("http://") || to.starts_with("https://")) {
+        Self::with(to, || std::env::var(ENDPOINT).ok())
+    }
+
+    fn with(to: &str, environment: impl FnOnce() -> Option<String>) -> Result<Self> {
+        if to == FROM_ENVIRONMENT {
+            let endpoint = environment().filter(|endpoint| is_url(endpoint));
+            let endpoint = endpoint.with_context(|| format!("{ENDPOINT} is no http://HOST:PORT"))?;
+            return Self::collector(&endpoint, Some(format!("the endpoint in {ENDPOINT}")));
+        }
+        if !is_url(to) {
             ensure!(!to.contains("://"), "{to} is neither http://HOST:PORT nor a file");
             return Ok(Self::File(to.to_owned()));
         }
+        Self::collector(to, None)
+    }
+
+    fn collector(endpoint: &str, shown: Option<String>) -> Result<Self> {
         // Another one may have been chosen already, by a part of this process.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = reqwest::Client::builder().timeout(LIMIT).build()?;
-        let base = to.trim_end_matches('/');
+        let base = endpoint.trim_end_matches('/');
         let url = match base.ends_with("/v1/traces") {
             true => base.to_owned(),
             false => format!("{base}/v1/traces"),
         };
-        Ok(Self::Collector { client, url })
+        let shown = shown.unwrap_or_else(|| url.clone());
+        Ok(Self::Collector { client, url, shown })
     }
 
     /// Sends those that are sampled. Returns how many they are.
@@ -128,30 +152,40 @@ impl Target {
     async fn send_batch(&self, body: String) -> Result<()> {
         match self {
             Self::File(path) => {
-                let mut file = OpenOptions::new().append(true).create(true).open(path);
+                // Names of containers and errors are for root.
+                let mut options = OpenOptions::new();
+                let mut file = options.append(true).create(true).mode(0o600).open(path);
                 let written = file.as_mut().map_err(|error| std::io::Error::from(error.kind()));
                 written
                     .and_then(|file| file.write_all((body + "\n").as_bytes()))
                     .with_context(|| format!("write {path}"))
             }
-            Self::Collector { client, url } => {
+            Self::Collector { client, url, shown } => {
                 let request = client.post(url).header("Content-Type", "application/json");
-                let answer = request.body(body).send().await;
-                let answer = answer.with_context(|| format!("send traces to {url}"))?;
+                let answer = request
+                    .body(body)
+                    .send()
+                    .await
+                    .map_err(reqwest::Error::without_url);
+                let answer = answer.with_context(|| format!("send traces to {shown}"))?;
                 let status = answer.status();
                 let message = answer.text().await.unwrap_or_default();
                 ensure!(
                     status.is_success(),
-                    "{url} does not take the traces: {status}: {message}"
+                    "{shown} does not take the traces: {status}: {message}"
                 );
                 let reply: Value = serde_json::from_str(&message).unwrap_or_default();
                 match &reply["partialSuccess"]["errorMessage"] {
-                    Value::String(error) if !error.is_empty() => bail!("{url} refuses spans: {error}"),
+                    Value::String(error) if !error.is_empty() => bail!("{shown} refuses spans: {error}"),
                     _ => Ok(()),
                 }
             }
         }
     }
+}
+
+fn is_url(text: &str) -> bool {
+    text.starts_with("http://") || text.starts_with("https://")
 }
 
 /// `ExportTraceServiceRequest` of OTLP, in JSON.
@@ -268,6 +302,28 @@ mod tests {
             phases: vec![phase("inspect", 0.0, false), phase("criu-dump", 2.5, true)],
             ..Entry::default()
         }
+    }
+
+    #[tokio::test]
+    async fn messages_do_not_have_an_endpoint_of_the_environment() {
+        // Nobody listens there.
+        let endpoint = "http://127.0.0.1:1/key-4711";
+        let target = Target::with("env", || Some(endpoint.to_owned())).unwrap();
+        let error = target.send_batch("{}".to_owned()).await.unwrap_err();
+        let error = format!("{error:#}");
+        assert!(error.contains(ENDPOINT) && !error.contains("4711"), "{error}");
+        assert!(Target::with("env", || None).is_err());
+        assert!(Target::with("env", || Some("localhost:4318".to_owned())).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_file_is_made_for_root_alone() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("traces");
+        let target = Target::of(path.to_str().unwrap()).unwrap();
+        target.send_batch("{}".to_owned()).await.unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
     }
 
     #[test]

@@ -231,6 +231,12 @@ fn systemd_keeps_the_cdi_file_fresh(platform: Platform) -> Result<()> {
         node.run(&["sh", "-c", "mv /srv/cdi/* /etc/cdi/"])?;
         node.run(&["systemctl", "start", "firn-cdi.service"])?;
         ensure!(node.read(CDI).is_err(), "every GPU is described twice");
+        let bounds = "systemctl show --property CapabilityBoundingSet --property Result firn-cdi.service";
+        let bounds = node.run(&["sh", "-c", bounds])?.stdout;
+        ensure!(
+            bounds.contains("CapabilityBoundingSet=cap_mknod\n") && bounds.contains("Result=success"),
+            "{bounds}"
+        );
         node.run(&["sh", "-c", "rm /etc/cdi/*"])?;
         node.run(&["systemctl", "start", "firn-cdi.service"])?;
         is_there()?;
@@ -300,11 +306,23 @@ fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
             "{scraped}"
         );
         let dir = "/var/lib/prometheus/node-exporter";
-        node.run(&["mkdir", "-p", dir])?;
+        // The directory is a user's, who may have put anything there.
+        let planted = format!("mkdir -p {dir} && mkfifo {dir}/.firn.prom.tmp && chown -R 1000 {dir}");
+        node.run(&["sh", "-c", &planted])?;
         node.run(&["systemctl", "enable", "--now", "firn-textfile.timer"])?;
         let file = format!("{dir}/firn.prom");
         let written = wait_for("the file", LIMIT, || Ok(node.read(&file).ok()))?;
         ensure!(has(&written), "{written}");
+        let key = "echo OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:1/key-4711 >/etc/default/firn-traces";
+        node.run(&["sh", "-c", key])?;
+        node.run(&["systemctl", "enable", "--now", "firn-traces.service"])?;
+        let sends = "tr '\\0' ' ' </proc/$(systemctl show --property MainPID --value firn-traces)/cmdline";
+        let sends = wait_for("the service", LIMIT, || {
+            let shown = node.run(&["sh", "-c", sends]).ok().map(|output| output.stdout);
+            Ok(shown.filter(|shown| shown.contains("--follow")))
+        })?;
+        ensure!(!sends.contains("4711"), "{sends}");
+        node.run(&["rm", "/etc/default/firn-traces"])?;
         job.remove()?;
         wait_for("the shim's end", LIMIT, || {
             Ok((host.shims().count() == 0).then_some(()))
