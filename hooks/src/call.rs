@@ -6,6 +6,7 @@
 
 mod exec;
 mod http;
+mod init;
 mod job_dir;
 mod remains;
 mod signal;
@@ -18,6 +19,8 @@ use firn_host::atomic_file;
 use firn_oci::Spec;
 use firn_oci::job_hook::{Action, Answer, Call};
 
+use http::User;
+use init::Init;
 use job_dir::JobDir;
 
 /// Longest call that is read.
@@ -78,7 +81,8 @@ pub fn run() -> Result<()> {
 fn make(call: &Call, output: &mut Output) -> Result<()> {
     let deadline = Instant::now() + Duration::from_millis(call.limit);
     let spec = Spec::load(&call.bundle)?;
-    let dir = JobDir::open(call.init)?;
+    let init = Init::open(call.init, call.started)?;
+    let dir = JobDir::open(&init)?;
     dir.write(call.file(), &serde_json::to_vec_pretty(&call.facts)?)?;
     if !call.calls {
         return Ok(());
@@ -87,9 +91,16 @@ fn make(call: &Call, output: &mut Output) -> Result<()> {
         None | Some(Action::Look) => Ok(()),
         Some(Action::Exec(argv)) => exec::run(call, &spec, &argv, deadline, output),
         Some(Action::Http { address, path, body }) => {
-            http::post(call, &format!("http://{address}{path}"), body, deadline, output)
+            let url = format!("http://{address}{path}");
+            let body = match body {
+                Some(body) => body,
+                None => serde_json::to_string(&call.facts)?,
+            };
+            let user = User::of(&spec)?;
+            let response = http::post(&init, user, &url, body, deadline)?;
+            response.result(&url, output)
         }
-        Some(Action::Signal(signal)) => signal::send(call.init, signal, &dir, deadline),
+        Some(Action::Signal(signal)) => signal::send(&init, signal, &dir, deadline),
     }
 }
 

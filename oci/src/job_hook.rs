@@ -195,6 +195,10 @@ pub struct Call {
     pub bundle: PathBuf,
     /// Pid of the container's init.
     pub init: i32,
+    /// When that was started, in clock ticks since the boot: its pid may be another process's by now. A
+    /// shim that was started before an upgrade names none.
+    #[serde(default)]
+    pub started: Option<u64>,
     /// Whether the hook is called, or only the file for the job written.
     pub calls: bool,
     /// The command line of the OCI runtime up to `exec`.

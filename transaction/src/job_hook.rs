@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use firn_config::{Config, JobHooks, find_program, names};
 use firn_gpu::GpuUuid;
-use firn_host::{Chain, Problem};
+use firn_host::{Chain, Problem, procfs};
 use firn_oci::Spec;
 use firn_oci::job_hook::{self, Answer, Call, Facts, GpuAddress, JobHook, JobHookError};
 
@@ -124,10 +124,16 @@ impl Caller<'_> {
             why,
             output: String::new(),
         };
+        let started = match init == self.container.init.pid() {
+            true => self.container.init.started(),
+            false => procfs::started(init),
+        };
+        let started = started.ok_or_else(|| failed(format!("process {init} has ended")))?;
         let program = find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?;
         let call = Call {
             bundle: self.container.bundle.clone(),
             init,
+            started: Some(started),
             calls,
             exec: self.container.runc.exec_arguments(),
             id: self.container.id.clone(),

@@ -15,6 +15,8 @@ use nix::sys::stat::{Mode, fstat};
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use nix::unistd::{Gid, Uid, UnlinkatFlags, setfsgid, setfsuid, unlinkat};
 
+use super::init::Init;
+
 /// Name of a file before the rename.
 const TEMPORARY: &str = ".firn.tmp";
 
@@ -28,10 +30,11 @@ impl JobDir {
     /// Opens the directory in the container of this process. From now on the calling thread has the
     /// directory's owner as its user for files: in a user namespace root of the host owns nothing there, and
     /// outside of one the job may remove what firn writes.
-    pub fn open(init: i32) -> Result<Self> {
-        let root = format!("/proc/{init}/root");
+    pub fn open(init: &Init) -> Result<Self> {
+        let root = format!("/proc/{}/root", init.pid());
         let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let root = open(&*root, flags, Mode::empty()).with_context(|| format!("cannot open {root}"))?;
+        let opened = || open(&*root, flags, Mode::empty()).with_context(|| format!("cannot open {root}"));
+        let root = init.look(opened)?;
         let resolve = ResolveFlag::RESOLVE_IN_ROOT
             | ResolveFlag::RESOLVE_NO_MAGICLINKS
             | ResolveFlag::RESOLVE_NO_SYMLINKS;

@@ -3,30 +3,30 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use firn_host::{bounded, procfs};
+use firn_host::bounded;
 use nix::libc::pid_t;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::sys::signal::Signal;
 
 use super::POLL;
+use super::init::Init;
 use super::job_dir::JobDir;
 
 /// The answer of a hook that succeeded.
 const OK: &str = "ok";
 
 /// Sends the signal and waits for the answer.
-pub fn send(init: pid_t, signal: Signal, dir: &JobDir, deadline: Instant) -> Result<()> {
-    if !is_handled(init, signal)? {
-        bail!("process {init} has no handler for {signal}, which would end it or do nothing");
+pub fn send(init: &Init, signal: Signal, dir: &JobDir, deadline: Instant) -> Result<()> {
+    let pid = init.pid();
+    if !init.look(|| is_handled(pid, signal))? {
+        bail!("process {pid} has no handler for {signal}, which would end it or do nothing");
     }
     dir.forget_answer()?;
-    // The init of a container is reaped by the shim, which waits for this call: the pid is its own.
-    kill(Pid::from_raw(init), signal).with_context(|| format!("cannot send {signal} to process {init}"))?;
+    init.signal(signal)?;
     loop {
         match dir.answer()?.as_deref() {
             Some(OK) => return Ok(()),
             Some(answer) => bail!("the job answered: {answer}"),
-            None if !procfs::is_alive(init) => bail!("process {init} has ended"),
+            None if init.has_ended()? => bail!("process {pid} has ended"),
             None if Instant::now() >= deadline => bail!("the job has not answered in time"),
             None => std::thread::sleep(POLL),
         }

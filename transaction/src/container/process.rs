@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
+use firn_host::procfs;
 use tokio::sync::watch;
 
 use crate::panics::lock;
@@ -28,7 +29,8 @@ pub struct Process {
     /// OCI process as JSON, for an exec.
     pub spec: Vec<u8>,
     begun: AtomicBool,
-    pid: Mutex<i32>,
+    /// With the time of its start, in clock ticks since the boot.
+    pid: Mutex<(i32, Option<u64>)>,
     exit: watch::Sender<Option<Exit>>,
     copier: Mutex<Option<Copier>>,
     stdin_closed: Mutex<bool>,
@@ -42,7 +44,7 @@ impl Process {
             stdio,
             spec,
             begun: AtomicBool::new(false),
-            pid: Mutex::new(0),
+            pid: Mutex::new((0, None)),
             exit: watch::Sender::new(None),
             copier: Mutex::new(None),
             stdin_closed: Mutex::new(false),
@@ -75,12 +77,18 @@ impl Process {
 
     /// Pid on the host; 0 until it is known.
     pub fn pid(&self) -> i32 {
-        *lock(&self.pid)
+        lock(&self.pid).0
+    }
+
+    /// When the process of this pid was started, as it was when the pid became known. None: it has ended
+    /// then.
+    pub fn started(&self) -> Option<u64> {
+        lock(&self.pid).1
     }
 
     /// Sets the pid once it is known.
     pub fn set_pid(&self, pid: i32) {
-        *lock(&self.pid) = pid;
+        *lock(&self.pid) = (pid, procfs::started(pid));
     }
 
     /// How it ended; none while it runs, and if it was never started. A process that was killed before it had
