@@ -75,7 +75,7 @@ def train(rank, args):
         if rank == 0:
             print(f"step={step} loss={loss.item().hex()}", flush=True)
         step += 1
-        time.sleep(0.1)
+        time.sleep((args.pause_ms + (args.straggle_ms if rank == 0 else 0)) / 1000)
     if rank == 0:
         print("done", flush=True)
     end(torch)
@@ -86,6 +86,8 @@ def main(program, work, parser):
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="0: for ever")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pause-ms", type=float, default=100, help="sleep of every rank after a step")
+    parser.add_argument("--straggle-ms", type=float, default=0, help="sleep of rank 0 in addition: the others wait for it on their GPUs")
     args = parser.parse_args()
     if args.rank is None:
         start(program, sys.argv[1:], args.ranks)

@@ -40,7 +40,7 @@ NEXT = {"gpu-lock": "gpu-checkpoint"}
 
 def all_cases():
     """The cases of the group `hooks`."""
-    found = [Case(f"ranks-hooks-{count}", 300, count, partial(trained, name=f"ranks-hooks-{count}", count=count)) for count in (2, 4)]
+    found = [Case(f"ranks-hooks-{count}", 300, count, partial(trained, name=f"ranks-hooks-{count}", count=count)) for count in (2, 4, 8)]
     found += [
         Case("fsdp-hooks-2", 300, 2, partial(trained, name="fsdp-hooks-2", count=2, arguments=("--fsdp",))),
         Case("nccl-address", 300, 2, nccl_address),

@@ -19,7 +19,7 @@ def all_cases(mib):
     """The cases, with buffers of `mib` MiB."""
     found = [Case("bare", 120, 1, lambda setup, end, record: bare(setup, end, record, mib))]
     found.append(Case("monitored", 60, 1, monitored(mib)))
-    for count, name in ((2, "two-permuted"), (4, "four-permuted")):
+    for count, name in ((2, "two-permuted"), (4, "four-permuted"), (8, "eight-permuted")):
         found.append(Case(name, 150, count, permuting(name, ranks(count, mib), count, mib), ("permuted",)))
     # The only sign of where one process on two GPUs has what: it has more on the first.
     swapped = cases.counter(["--mib", f"{mib}", "--gpu", "0,1", "--reserve-mib", f"{mib}"], 2)

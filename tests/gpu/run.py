@@ -40,6 +40,7 @@ import released
 import samples
 import served
 import slices
+import straggler
 import traps
 
 
@@ -205,7 +206,7 @@ def known_cases(args):
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
         *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
-        *clients.all_cases(args), *traps.all_cases(args),
+        *clients.all_cases(args), *traps.all_cases(args), *straggler.all_cases(args),
     ]
 
 
@@ -242,6 +243,7 @@ def arguments():
     parser.add_argument("--pause-other-gib", default="8,56", help="GiB of the two jobs in the case `pause-other`")
     parser.add_argument("--cycles", type=int, default=200, help="pauses in the case `pause-cycles`")
     parser.add_argument("--turns", type=int, default=50, help="turns in the case `time-slices`")
+    parser.add_argument("--straggler-rounds", type=int, default=20, help="checkpoints in each case `ranks-straggler-RANKS`")
     parser.add_argument("--peer", help="directory with cuda_plugin.so and cuda-checkpoint, for the cases `peer-SIZE`")
     parser.add_argument("--peer-gib", default="8,32", help="GiB of the cases `peer-SIZE` and `second-SIZE`")
     parser.add_argument("--peer-ways", help="comma list of stock, image, store, store-huge: those of the cases `peer-SIZE`")

@@ -29,6 +29,7 @@ import run
 import samples
 import served
 import simgpu_smi
+import straggler
 import traps
 from test_pauses import Pauses
 from test_turns import Lend, Turns  # their tests are run with these
@@ -513,6 +514,26 @@ class SimgpuSmi(unittest.TestCase):
             "  pid=12 gpu-counter state=running used=0MiB\n")
         self.assertEqual([(gpu["uuid"], gpu["name"], gpu["memory.used"]) for gpu in gpus], [("GPU-a", "NVIDIA H200", "12"), ("GPU-b", "NVIDIA H200", "0")])
         self.assertEqual(processes, [{"pid": "12", "gpu_uuid": "GPU-a", "used_memory": "12"}])
+
+
+class Straggler(unittest.TestCase):
+    """A job is right only with every step, and every loss of the uninterrupted run."""
+
+    REFERENCE = {0: "a", 1: "b", 2: "c"}
+
+    def test_goes_on(self):
+        record = {}
+        straggler.check(self.REFERENCE, {0: "a", 1: "b", 2: "c", 3: "x"}, record)
+        self.assertEqual(record, {"iter_after": 3, "losses_equal": 3})
+
+    def test_another_loss_or_a_gap(self):
+        for seen in ({0: "a", 1: "x"}, {0: "a", 2: "c"}, {1: "b"}):
+            with self.assertRaises(hosts.Failed):
+                straggler.check(self.REFERENCE, seen, {})
+
+    def test_table(self):
+        self.assertEqual(
+            straggler.table("n", {"locks_ms": [3.2, None, 1, 20]}), ["n: 3 checkpoints, lock: least 1 ms, median 3 ms, most 20 ms"])
 
 
 class Choice(unittest.TestCase):

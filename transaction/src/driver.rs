@@ -6,8 +6,6 @@
 //! the next call starts a new one. The effect of an interrupted call on a process is unknown until
 //! [`Driver::states`] was called. Without a process there is nothing to call: no worker is started.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -29,17 +27,14 @@ use crate::recording;
 /// Longest reply line that is read, in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
-/// Limit of one attempt to lock several processes.
-const LOCK_TRY: Duration = Duration::from_secs(1);
-
-/// The shortest limit of an attempt.
+/// The shortest limit of an attempt to lock; the driver takes 0 for none.
 const LEAST: Duration = Duration::from_millis(100);
 
-/// A random pause between two attempts to lock: the ranks of a job are equally fast.
-fn jitter() -> Duration {
-    let random = RandomState::new().build_hasher().finish();
-    Duration::from_millis(50 + random % 250)
-}
+/// From here on an attempt is the last one.
+const LAST_TRY: Duration = Duration::from_secs(1);
+
+/// How long processes run between two attempts to lock all of them.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// The driver's call that restores GPU state.
 const RESTORE: &str = "cuCheckpointProcessRestore";
@@ -284,16 +279,16 @@ impl Driver {
 
     /// Locks all; afterwards none of them calls into the driver.
     ///
-    /// Ranks can block each other: locking rank A stops the kernel that rank B's kernel waits for, so B's
-    /// lock never finishes. Then all are unlocked, and the lock is tried again a little later.
+    /// Ranks that wait for each other are locked by the worker, which lets those that are behind run for
+    /// moments (`worker/src/ranks/turns.rs`). What it does not lock within most of the deadline is let go, so
+    /// that also what a rank waits for outside the GPU comes, and is tried once more.
     pub async fn lock(&mut self, pids: &[i32]) -> Result<(), WorkerError> {
         let deadline = self.deadlines.gpu_lock;
         let end = Instant::now() + deadline;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            let is_last = pids.len() < 2 || left <= LOCK_TRY;
-            // The driver takes 0 for no limit.
-            let limit = if is_last { left.max(LEAST) } else { LOCK_TRY };
+            let is_last = pids.len() < 2 || left <= LAST_TRY;
+            let limit = if is_last { left.max(LEAST) } else { left * 3 / 4 };
             match self.try_lock(pids, limit).await {
                 Err(error) if !is_last && error.is_late() => {
                     log::debug!("trying the lock again: {error}");
@@ -306,7 +301,7 @@ impl Driver {
             if !locked.is_empty() {
                 self.unlock_within(&locked, deadline).await?;
             }
-            tokio::time::sleep(jitter()).await;
+            tokio::time::sleep(PAUSE).await;
         }
     }
 

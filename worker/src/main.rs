@@ -25,6 +25,7 @@ mod inventory;
 mod node;
 #[allow(unsafe_code, reason = "calls libnvidia-ml through C function pointers")]
 mod nvml;
+mod ranks;
 mod session;
 #[allow(
     unsafe_code,

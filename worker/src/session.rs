@@ -12,6 +12,7 @@ use std::thread;
 
 use super::discover::{self, Sign};
 use super::node::{Node, Refusal};
+use super::ranks;
 use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use firn_gpu::GpuPair;
 use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
@@ -117,9 +118,7 @@ impl Session {
             Request::Discover { pids } => self.discover(&distinct(pids)?),
             Request::Memory { pids } => self.memory(&distinct(pids)?),
             Request::State { pids } => self.each(&distinct(pids)?, |ask, pid| ask.state(pid)),
-            Request::Lock { pids, timeout_ms } => self.each(&distinct(pids)?, |ask, pid| {
-                ask.change(pid, |c| c.lock(pid, timeout_ms))
-            }),
+            Request::Lock { pids, timeout_ms } => self.lock(&distinct(pids)?, timeout_ms),
             Request::Checkpoint { pids } => self.each(&distinct(pids)?, |ask, pid| {
                 ask.change(pid, |c| c.checkpoint(pid))
             }),
@@ -239,29 +238,36 @@ impl Session {
         })
     }
 
+    /// Locks all of `pids`, which may wait for each other; answers for all of them when every lock has
+    /// returned, as any of them may be unlocked before.
+    fn lock(&self, pids: &[i32], timeout_ms: u32) -> Result<(), Refusal<'_>> {
+        let ask = self.ask()?;
+        let left = ranks::lock(pids, timeout_ms, &|pid, call| ask.call(|c| call(c, pid)));
+        self.each(pids, |ask, pid| ask.left_by(pid, left.get(&pid).cloned()))
+    }
+
+    fn ask(&self) -> Result<Ask<'_>, Refusal<'_>> {
+        let (driver, checkpointer) = self.node.checkpointer()?;
+        Ok(Ask {
+            node: &self.node,
+            driver,
+            checkpointer,
+        })
+    }
+
     /// Does `work` on all of `pids` and sends each result as soon as it is there.
     fn each(
         &self,
         pids: &[i32],
         work: impl Fn(&Ask<'_>, i32) -> ProcessReply + Sync,
     ) -> Result<(), Refusal<'_>> {
-        let (driver, checkpointer) = self.node.checkpointer()?;
-        let ask = Ask {
-            node: &self.node,
-            driver,
-            checkpointer,
-        };
+        let ask = self.ask()?;
         thread::scope(|scope| {
             for &pid in pids {
                 let (ask, work) = (&ask, &work);
                 let run = move || self.send(&[Reply::Process(work(ask, pid))]);
                 if let Err(error) = thread::Builder::new().spawn_scoped(scope, run) {
-                    let error = DriverError {
-                        call: "pthread_create".to_owned(),
-                        code: error.raw_os_error().unwrap_or_default(),
-                        name: error.to_string(),
-                    };
-                    self.send(&[Reply::Process(ProcessReply::failed(pid, error))]);
+                    self.send(&[Reply::Process(ProcessReply::failed(pid, no_thread(&error)))]);
                 }
             }
         });
@@ -309,10 +315,15 @@ impl Ask<'_> {
 
     /// The call's own error, or else that of asking for the state it left.
     fn change(&self, pid: i32, call: impl Fn(&dyn Checkpointer) -> Result<(), DriverError>) -> ProcessReply {
-        let result = self.call(call);
+        let error = self.call(call).err();
+        self.left_by(pid, error)
+    }
+
+    /// The answer after a call that ended in `error` or well.
+    fn left_by(&self, pid: i32, error: Option<DriverError>) -> ProcessReply {
         let left = self.state(pid);
         ProcessReply {
-            error: result.err().or(left.error),
+            error: error.or(left.error),
             ..left
         }
     }
@@ -325,6 +336,15 @@ impl Ask<'_> {
             }
             result => result,
         }
+    }
+}
+
+/// The system has no thread for a call.
+pub(crate) fn no_thread(error: &io::Error) -> DriverError {
+    DriverError {
+        call: "pthread_create".to_owned(),
+        code: error.raw_os_error().unwrap_or_default(),
+        name: error.to_string(),
     }
 }
 

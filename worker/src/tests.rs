@@ -171,13 +171,20 @@ fn processes_of_one_request_are_handled_concurrently() {
 #[test]
 fn a_finished_process_is_reported_while_another_call_hangs() {
     let fake = Fake::with_processes(&[11, 12]);
-    let gate = fake.hang(12);
     let mut shim = Shim::start(&fake);
-    shim.send(&lock(&[11, 12]));
-    assert_eq!(states(&[shim.read_process()]), [(11, Some(CudaState::Locked))]);
+    shim.done(&lock(&[11, 12]));
+    let gate = fake.hang(12);
+    shim.send(&Request::Checkpoint { pids: vec![11, 12] });
+    assert_eq!(
+        states(&[shim.read_process()]),
+        [(11, Some(CudaState::Checkpointed))]
+    );
     gate.entered();
     gate.open();
-    assert_eq!(states(&[shim.read_process()]), [(12, Some(CudaState::Locked))]);
+    assert_eq!(
+        states(&[shim.read_process()]),
+        [(12, Some(CudaState::Checkpointed))]
+    );
     assert!(matches!(shim.read(), Reply::Done { .. }));
     shim.close();
 }

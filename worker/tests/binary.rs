@@ -113,13 +113,7 @@ fn run(args: &[&str]) -> (Option<i32>, String, String) {
 fn the_worker_ends_with_the_socket_although_the_driver_hangs_in_a_call_and_at_exit() {
     let driver = hanging_driver();
     let (mut child, mut stream) = serve(Some(driver.path()));
-    ask(
-        &mut stream,
-        &Request::Lock {
-            pids: vec![1, 2],
-            timeout_ms: 0,
-        },
-    );
+    ask(&mut stream, &Request::Checkpoint { pids: vec![1, 2] });
     let Reply::Process(reply) = read(&mut stream) else {
         panic!()
     };

@@ -324,6 +324,10 @@ impl Device for ContainerEffects<'_> {
     }
 
     async fn leave(&mut self, phase: Phase, ok: bool) {
+        if !ok {
+            // What a phase that failed took is shown as its own.
+            self.timings.mark(phase);
+        }
         self.journal.leave(phase, ok).await;
     }
 
