@@ -1,5 +1,8 @@
 //! The programs and libraries under test, built by cargo.
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -27,6 +30,10 @@ enum Voice {
 pub struct Built {
     dir: PathBuf,
     shim: PathBuf,
+    /// Files that are the same as long as this program runs, by their names: paths of descriptors. Another
+    /// cargo that builds in the same directory may put files of other features there at any time, and nodes
+    /// of one trial would get different programs.
+    kept: BTreeMap<String, PathBuf>,
 }
 
 /// Directory with built programs and libraries, for machines without cargo.
@@ -44,6 +51,20 @@ pub const PROGRAMS: [&str; 6] = [
     "libfirn_criu.so",
 ];
 
+/// What else nodes of tests have.
+const OF_TESTS: [&str; 10] = [
+    "cuda-step",
+    "device-free",
+    "gpu-counter",
+    "gpu-sample",
+    "libcuda.so",
+    "libnvidia_ml.so",
+    "memory-hog",
+    "simgpu",
+    "stall-fs",
+    "unix-talk",
+];
+
 /// The static target of the shim; without it the shim is built for the host.
 const MUSL: &str = "x86_64-unknown-linux-musl";
 
@@ -51,7 +72,11 @@ impl Built {
     /// What tests run, built once per test program.
     pub fn for_tests() -> Result<&'static Self> {
         static BUILT: OnceLock<Result<Built, String>> = OnceLock::new();
-        let build = || Self::find(Profile::Dev, Voice::Quiet).map_err(|error| format!("{error:#}"));
+        let build = || {
+            let built = Self::find(Profile::Dev, Voice::Quiet)?;
+            built.keep(PROGRAMS.iter().chain(&OF_TESTS))
+        };
+        let build = || build().map_err(|error| format!("{error:#}"));
         BUILT
             .get_or_init(build)
             .as_ref()
@@ -69,6 +94,7 @@ impl Built {
             Some(dir) => Ok(Self {
                 shim: Path::new(&dir).join(SHIM),
                 dir: dir.into(),
+                kept: BTreeMap::new(),
             }),
             None => Self::make(profile, voice),
         }
@@ -105,7 +131,28 @@ impl Built {
         Ok(Self {
             dir: target.join(name),
             shim: shim.join(name).join(SHIM),
+            kept: BTreeMap::new(),
         })
+    }
+
+    /// Keeps files with these names as they are, until this program ends.
+    fn keep<'n>(mut self, names: impl IntoIterator<Item = &'n &'n str>) -> Result<Self> {
+        for name in names {
+            let path = if *name == SHIM {
+                self.shim.clone()
+            } else {
+                self.program(name)
+            };
+            let file = File::open(&path).with_context(|| format!("open {}", path.display()))?;
+            let kept = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+            self.kept.insert((*name).to_owned(), kept.into());
+            // Open to the end of the program.
+            std::mem::forget(file);
+        }
+        if let Some(shim) = self.kept.get(SHIM) {
+            self.shim.clone_from(shim);
+        }
+        Ok(self)
     }
 
     /// The shim.
@@ -113,14 +160,12 @@ impl Built {
         &self.shim
     }
 
-    /// Any other program of the workspace.
+    /// Any other program of the workspace, or a library of the simulated driver.
     pub fn program(&self, name: &str) -> PathBuf {
-        self.dir.join(name)
-    }
-
-    /// Directory with the libraries of the simulated driver.
-    pub fn libraries(&self) -> &Path {
-        &self.dir
+        self.kept
+            .get(name)
+            .cloned()
+            .unwrap_or_else(|| self.dir.join(name))
     }
 }
 
@@ -168,5 +213,34 @@ fn target_dir() -> Result<PathBuf> {
             .join("target")
             .canonicalize()
             .context("find the target directory"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_built_again_meanwhile_changes_no_node() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for name in [SHIM, "simgpu"] {
+            std::fs::write(at(name), "first").unwrap();
+        }
+        let built = Built {
+            dir: dir.path().to_owned(),
+            shim: at(SHIM),
+            kept: BTreeMap::new(),
+        };
+        let built = built.keep(&[SHIM, "simgpu"]).unwrap();
+        // As cargo puts a file into its place.
+        for name in [SHIM, "simgpu", "other"] {
+            std::fs::write(at("new"), "second").unwrap();
+            std::fs::rename(at("new"), at(name)).unwrap();
+        }
+        let of = |path: &Path| std::fs::read_to_string(path).unwrap();
+        assert_eq!(of(built.shim()), "first");
+        assert_eq!(of(&built.program("simgpu")), "first");
+        assert_eq!(of(&built.program("other")), "second");
     }
 }

@@ -167,8 +167,7 @@ impl GpuHost {
             node.install(built.program(program), format!("/usr/local/bin/{program}"), 0o755)?;
         }
         for library in ["libcuda.so", "libnvidia_ml.so"] {
-            let built = built.libraries().join(library);
-            node.install(built, format!("{LIBRARIES}/{library}"), 0o755)?;
+            node.install(built.program(library), format!("{LIBRARIES}/{library}"), 0o755)?;
         }
         self.plug_in(driver)
     }

@@ -143,7 +143,7 @@ fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
         copy_stripped(&built.program(name), bin)?;
     }
     for name in LIBRARIES {
-        copy_stripped(&built.libraries().join(name), bin)?;
+        copy_stripped(&built.program(name), bin)?;
     }
     let own = std::env::current_exe().context("find this program")?;
     copy_stripped(&own, bin).map(drop)
