@@ -141,6 +141,8 @@ pub fn by_own_names<'s>(mounted: impl Iterator<Item = &'s SpecMount>) -> (Vec<St
 mod tests {
     use std::fs;
 
+    use firn_host::FileId;
+
     use super::*;
 
     fn cache(root: &Path) -> Vec<(String, String)> {
@@ -176,8 +178,11 @@ mod tests {
         let before = fs::metadata(root.path().join("etc/ld.so.cache")).unwrap();
         update_ldcache(&rootfs, &ours).unwrap();
         let after = fs::metadata(root.path().join("etc/ld.so.cache")).unwrap();
-        use std::os::unix::fs::MetadataExt;
-        assert_eq!(before.ino(), after.ino(), "nothing is written twice");
+        assert_eq!(
+            FileId::of(&before),
+            FileId::of(&after),
+            "nothing is written twice"
+        );
     }
 
     #[test]

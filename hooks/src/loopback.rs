@@ -5,9 +5,9 @@
 //! it up; an ioctl would need unsafe code.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
 
 use anyhow::{Context, Result};
+use firn_host::FileId;
 use nix::libc;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::SockProtocol;
@@ -27,12 +27,12 @@ const REQUEST_FLAGS: u16 = 1 | 4;
 /// Moves the calling thread into that namespace.
 pub fn bring_up(pid: i32) -> Result<()> {
     let path = format!("/proc/{pid}/ns/net");
-    let open = |path: &str| -> Result<(File, (u64, u64))> {
+    let open = |path: &str| -> Result<(File, FileId)> {
         let file = File::open(path).with_context(|| format!("cannot open {path}"))?;
         let meta = file
             .metadata()
             .with_context(|| format!("cannot look at {path}"))?;
-        Ok((file, (meta.dev(), meta.ino())))
+        Ok((file, FileId::of(&meta)))
     };
     let (namespace, theirs) = open(&path)?;
     let (_, ours) = open("/proc/thread-self/ns/net")?;

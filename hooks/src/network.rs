@@ -12,10 +12,10 @@ use std::fs::{self, File};
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use firn_host::FileId;
 use firn_oci::Spec;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{getsockopt, setsockopt, sockopt};
@@ -129,7 +129,7 @@ fn namespace(bundle: &Path, pids: &[i32]) -> Result<Option<Option<File>>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.with_context(|| format!("cannot open {}", path.display()))?,
     };
-    let of = |file: &File| file.metadata().map(|meta| (meta.dev(), meta.ino()));
+    let of = |file: &File| file.metadata().map(|meta| FileId::of(&meta));
     let ours = File::open("/proc/thread-self/ns/net").and_then(|ours| of(&ours));
     let is_ours = of(&file).ok() == ours.ok();
     Ok(Some((!is_ours).then_some(file)))

@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use firn_host::FileId;
 use serde_json::{Value, json};
 
 struct Bundle {
@@ -117,8 +118,8 @@ fn a_container_that_asks_for_no_gpu_is_not_touched() {
     assert_eq!(given(&done), json!([]));
     let after = fs::metadata(bundle.path("config.json")).expect("there");
     assert_eq!(
-        (before.ino(), before.mtime_nsec()),
-        (after.ino(), after.mtime_nsec())
+        (FileId::of(&before), before.mtime_nsec()),
+        (FileId::of(&after), after.mtime_nsec())
     );
     assert_eq!(bundle.spec(), spec("void"));
 }

@@ -20,7 +20,7 @@ use nix::sys::stat::fstatat;
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use crate::ordered::set_of;
-use crate::{open_below, procfs};
+use crate::{FileId, open_below, procfs};
 
 /// How CRIU's names begin. A decimal number follows.
 const CRIU_LINK: &[u8] = b"link_remap.";
@@ -33,8 +33,7 @@ pub struct DeletedName {
     pub path: PathBuf,
     /// Number of the mount by which the process has opened it.
     pub mount: u32,
-    /// Device and inode.
-    file: (u64, u64),
+    file: FileId,
 }
 
 /// Names that CRIU has made for a file, or would seem to have made.
@@ -69,7 +68,7 @@ impl DeletedName {
             pid,
             path,
             mount,
-            file: (meta.dev(), meta.ino()),
+            file: FileId::of(&meta),
         })
     }
 
@@ -104,7 +103,7 @@ impl DeletedName {
 
     fn is_at(&self, dir: &File, name: &OsString) -> bool {
         let found = fstatat(dir, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
-        found.is_ok_and(|found| (found.st_dev, found.st_ino) == self.file)
+        found.is_ok_and(|found| FileId::new(found.st_dev, found.st_ino) == self.file)
     }
 }
 

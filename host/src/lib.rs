@@ -10,6 +10,7 @@ pub mod cgroup_mounts;
 pub mod clock;
 mod deleted_name;
 pub mod durable;
+mod file_id;
 mod lexical;
 pub mod mountinfo;
 pub mod of_root;
@@ -23,6 +24,7 @@ mod rfc3339;
 mod unless_absent;
 
 pub use deleted_name::{CriuLinks, DeletedName};
+pub use file_id::FileId;
 pub use firn_host_derive::Problem;
 pub use lexical::lexical;
 pub use open_below::open_below;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use nix::errno::Errno;
 
-use crate::bounded;
+use crate::{FileId, bounded};
 
 /// One line of the file.
 #[derive(Debug, PartialEq, Eq)]
@@ -19,8 +19,8 @@ pub struct Mapping<'a> {
     /// `rw-s` and the like.
     pub perms: &'a [u8],
     pub offset: u64,
-    /// Inode of the file behind the mapping, or of shared memory; 0 for private anonymous memory.
-    pub inode: u64,
+    /// The file behind the mapping, or shared memory; inode 0 of device 0 for private anonymous memory.
+    pub file: FileId,
     /// File behind the mapping; empty for anonymous memory.
     pub path: &'a [u8],
 }
@@ -32,15 +32,15 @@ impl<'a> Mapping<'a> {
         let dash = range.iter().position(|b| *b == b'-')?;
         let perms = fields.next()?;
         let offset = hex(fields.next()?)?;
-        let _device = fields.next()?;
-        let inode = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+        let mut text = || std::str::from_utf8(fields.next()?).ok();
+        let file = FileId::parse(text()?, text()?)?;
         let path = fields.next().unwrap_or_default().trim_ascii();
         Some(Self {
             start: hex(&range[..dash])?,
             end: hex(&range[dash + 1..])?,
             perms,
             offset,
-            inode,
+            file,
             path,
         })
     }
@@ -120,6 +120,8 @@ mod tests {
             (0x204a00000, 0x204a00000, 2 << 20)
         );
         assert_eq!(found[1].path, b"");
+        assert_eq!(found[1].file, FileId::new(0, 0));
+        assert_eq!(found[2].file, FileId::parse("fe:00", "77").unwrap());
         assert_eq!(found[2].file_name(), b"libcuda.so.580.1 (deleted)");
     }
 }

@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::{bounded, proc_maps};
+use crate::{FileId, bounded, proc_maps};
 
 /// Pid of a process or thread in its own pid namespace, the innermost one.
 pub fn inner_pid(task: &str) -> Option<i32> {
@@ -64,7 +64,7 @@ pub fn is_in(pid: i32, dir: &Path) -> bool {
         return false;
     }
     match (fs::metadata(cwd), fs::metadata(dir)) {
-        (Ok(cwd), Ok(dir)) => (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()),
+        (Ok(cwd), Ok(dir)) => FileId::of(&cwd) == FileId::of(&dir),
         _ => false,
     }
 }
@@ -82,7 +82,7 @@ pub fn all() -> Vec<i32> {
 pub fn is_of_host(pid: i32) -> bool {
     let root = |process: &str| {
         let root = fs::metadata(format!("/proc/{process}/root")).ok()?;
-        Some((root.dev(), root.ino()))
+        Some(FileId::of(&root))
     };
     let own = root("self");
     let is_roots = |users: String| users.split_whitespace().all(|user| user == "0");
@@ -179,7 +179,7 @@ pub fn unlinked(pids: &[i32]) -> u64 {
             && file.is_file()
             && file.nlink() == 0
             && files.len() < MOST_UNLINKED
-            && files.insert((file.dev(), file.ino()))
+            && files.insert(FileId::of(&file))
         {
             bytes = bytes.saturating_add(file.blocks().saturating_mul(512));
         }

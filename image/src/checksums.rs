@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
-use firn_host::Problem;
 use firn_host::bounded::read_at_most;
+use firn_host::{FileId, Problem};
 use serde::{Deserialize, Serialize};
 
 use crate::block_hash::{self, Kind, Sums, sha256};
@@ -141,8 +141,8 @@ impl Memory {
     }
 }
 
-/// What changes with every write to a file: inode, size, and both times in nanoseconds.
-type Stamp = (u64, u64, [i64; 4]);
+/// What changes with every write to a file: which it is, size, and both times in nanoseconds.
+type Stamp = (FileId, u64, [i64; 4]);
 
 impl Verified {
     /// Compares what was left for later. It fails soon after `stop` is set.
@@ -176,7 +176,7 @@ fn stamp(metadata: &std::fs::Metadata) -> Stamp {
         metadata.ctime(),
         metadata.ctime_nsec(),
     ];
-    (metadata.ino(), metadata.len(), times)
+    (FileId::of(metadata), metadata.len(), times)
 }
 
 /// Whether CRIU or runc reads a file of this name.

@@ -6,11 +6,11 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_host::UnlessAbsent;
+use firn_host::{FileId, UnlessAbsent};
 
 use crate::command_line::CommandLine;
 
@@ -98,7 +98,7 @@ impl Open {
     fn lock(path: PathBuf, file: File) -> io::Result<Option<Self>> {
         file.try_lock()?;
         let (now, mine) = (fs::metadata(&path).if_present()?, file.metadata()?);
-        let is_same = now.is_some_and(|now| now.ino() == mine.ino());
+        let is_same = now.is_some_and(|now| FileId::of(&now) == FileId::of(&mine));
         Ok(is_same.then_some(Self { path, file }))
     }
 

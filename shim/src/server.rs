@@ -13,13 +13,13 @@ mod accept;
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::shim_async::{Task, create_task};
+use firn_host::FileId;
 use nix::sys::prctl;
 use nix::unistd::geteuid;
 use tokio::signal::unix::{SignalKind, signal};
@@ -171,7 +171,7 @@ fn handle_signals(serving: CancellationToken) -> Result<(), ActionError> {
 }
 
 /// The listener's file, and which file it was: another shim may have put its own there since.
-struct SocketFile(Option<(PathBuf, (u64, u64))>);
+struct SocketFile(Option<(PathBuf, FileId)>);
 
 impl SocketFile {
     fn of(listener: &UnixListener) -> Self {
@@ -193,9 +193,9 @@ impl SocketFile {
     }
 }
 
-fn identity(path: &Path) -> Option<(u64, u64)> {
+fn identity(path: &Path) -> Option<FileId> {
     let metadata = fs::symlink_metadata(path).ok()?;
-    Some((metadata.dev(), metadata.ino()))
+    Some(FileId::of(&metadata))
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+
+use firn_host::FileId;
 
 /// Its file is locked while this lives, and removed with it. If the command is killed, the kernel unlocks it.
 #[derive(Debug)]
@@ -27,9 +29,10 @@ impl Alone {
                 Err(TryLockError::Error(error)) => return Err(error),
             }
             // The command before may have removed it since it was opened.
-            if fs::metadata(&path)
-                .is_ok_and(|there| file.metadata().is_ok_and(|own| own.ino() == there.ino()))
-            {
+            if fs::metadata(&path).is_ok_and(|there| {
+                file.metadata()
+                    .is_ok_and(|own| FileId::of(&own) == FileId::of(&there))
+            }) {
                 return Ok(Some(Self { path, _file: file }));
             }
         }

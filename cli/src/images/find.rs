@@ -1,14 +1,13 @@
 //! The checkpoints that are known on this node.
 
-use std::fs::{self, Metadata};
-use std::os::unix::fs::MetadataExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use anyhow::{Context, Result};
 use firn_config::{Config, Keys, names};
 use firn_gpu::GpuUuid;
-use firn_host::ProblemReport;
+use firn_host::{FileId, ProblemReport};
 use firn_image::manifest::{Manifest, UntrustedDir};
 use serde::Serialize;
 
@@ -56,23 +55,7 @@ pub struct Checkpoint {
     /// Of an image: the index and its parts.
     pub blobs: Vec<Part>,
     /// Of a directory: which one was looked at.
-    pub id: Option<DirId>,
-}
-
-/// Which directory it is, whatever its path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DirId {
-    device: u64,
-    inode: u64,
-}
-
-impl DirId {
-    pub fn of(directory: &Metadata) -> Self {
-        Self {
-            device: directory.dev(),
-            inode: directory.ino(),
-        }
-    }
+    pub id: Option<FileId>,
 }
 
 /// A checkpoint.
@@ -215,7 +198,7 @@ fn of_directory(kind: Kind, path: &Path, namespace: &str, opened: &UntrustedDir)
     };
     let manifest = Manifest::read_by(&dir, &shown).map_err(ProblemReport::from);
     let mut checkpoint = Checkpoint::new(kind, path.display().to_string(), namespace, manifest);
-    checkpoint.id = opened.itself().ok().map(|itself| DirId::of(&itself));
+    checkpoint.id = opened.itself().ok().map(|itself| FileId::of(&itself));
     let written = layer.and_then(|layer| Some(layer.metadata().ok()?.len()));
     checkpoint.sizes = match &checkpoint.manifest {
         Some(_) => sizes(&checkpoint, written),

@@ -11,13 +11,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
-use firn_host::{ProblemReport, UnlessAbsent};
+use firn_host::{FileId, ProblemReport, UnlessAbsent};
 use firn_image::manifest::{UntrustedDir, is_of_image};
 use firn_image::store::{Packing, Store};
 use firn_transaction::journal::Record;
 
 use super::args::Common;
-use super::find::{Checkpoint, DirId, Kind};
+use super::find::{Checkpoint, Kind};
 use super::prune::PruneError;
 use crate::containerd::{Containerd, block_on, bundles};
 use crate::leftovers::Leftover;
@@ -104,7 +104,7 @@ impl Used {
         }
         let failed = |source| PruneError::remove(checkpoint, source);
         let directory = Directory::open(checkpoint)?;
-        let id = DirId::of(&directory.contents.dir.itself().map_err(failed)?);
+        let id = FileId::of(&directory.contents.dir.itself().map_err(failed)?);
         let path = Path::new(&checkpoint.name);
         let used =
             directories(&self.state).map_err(|error| failed(io::Error::other(format!("{error:#}"))))?;
@@ -120,8 +120,8 @@ impl Used {
 }
 
 /// Whether a path leads to the directory or into it, by another name.
-fn is_in(path: &Path, id: DirId) -> bool {
-    let is_it = |path: &Path| fs::metadata(path).is_ok_and(|found| DirId::of(&found) == id);
+fn is_in(path: &Path, id: FileId) -> bool {
+    let is_it = |path: &Path| fs::metadata(path).is_ok_and(|found| FileId::of(&found) == id);
     path.ancestors().any(is_it)
 }
 
@@ -179,7 +179,7 @@ impl Directory {
                 .ok_or_else(|| other("it is not root's alone"))?,
             _ => parent.inside(name).map_err(failed)?,
         };
-        if checkpoint.id != Some(DirId::of(&dir.itself().map_err(failed)?)) {
+        if checkpoint.id != Some(FileId::of(&dir.itself().map_err(failed)?)) {
             return Err(other("it is another directory than the one that was listed"));
         }
         let contents = Contents::of(dir, true).map_err(failed)?.map_err(foreign)?;
@@ -194,7 +194,7 @@ impl Directory {
     /// Removes the files, and the directory.
     fn remove(&self) -> io::Result<()> {
         self.contents.empty()?;
-        let id = |found: Metadata| DirId::of(&found);
+        let id = |found: Metadata| FileId::of(&found);
         // Another one at its place is not this one.
         if id(self.parent.metadata(&self.name)?) != id(self.contents.dir.itself()?) {
             return Err(io::Error::other("another directory is at its place"));

@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use firn_host::mountinfo;
+use firn_host::{FileId, mountinfo};
 use rustix::fs::{lgetxattr, llistxattr};
 use tar::{Builder, EntryType, Header};
 
@@ -70,7 +70,7 @@ fn write(upper: &Path, into: impl Write) -> Result<()> {
 }
 
 /// `links` has the first name of every file that has several.
-type Links = HashMap<(u64, u64), PathBuf>;
+type Links = HashMap<FileId, PathBuf>;
 
 fn add_directory(
     archive: &mut Builder<impl Write>,
@@ -106,7 +106,7 @@ fn add(
     }
     if kind.is_file() && metadata.nlink() > 1 {
         let first = links
-            .entry((metadata.dev(), metadata.ino()))
+            .entry(FileId::of(metadata))
             .or_insert_with(|| name.to_owned());
         if first != name {
             let mut header = Header::new_gnu();
@@ -230,8 +230,8 @@ mod tests {
             fs::metadata(old("dir/other name")).unwrap(),
         );
         assert_eq!(
-            (file.len(), file.mode() & 0o7777, file.ino()),
-            (300_000, 0o4750, other.ino())
+            (file.len(), file.mode() & 0o7777, FileId::of(&file)),
+            (300_000, 0o4750, FileId::of(&other))
         );
         assert_eq!(fs::read_link(old("link")).unwrap(), Path::new("/nowhere"));
         assert!(fs::symlink_metadata(old("pipe")).unwrap().file_type().is_fifo());

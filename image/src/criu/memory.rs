@@ -286,7 +286,7 @@ fn advised(mm: &[u8], ranges: &[Range<u64>]) -> Result<Vec<u8>, WireError> {
     })
 }
 
-fn bytes(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
+pub(super) fn bytes(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
     let unreadable = |error: std::io::Error| ImageFault::unreadable(name, &error);
     let file = match UntrustedDir::open(dir).and_then(|dir| dir.file(name)) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

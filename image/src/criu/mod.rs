@@ -19,6 +19,7 @@ pub mod memory;
 mod mounts;
 mod namespaces;
 mod processes;
+pub(crate) mod shared_memory;
 mod stopped;
 mod tasks;
 mod unix_sockets;
@@ -158,6 +159,7 @@ impl Host {
             oom_score_adj: read("/proc/self/oom_score_adj").trim().parse().unwrap_or(0),
             exists: Path::exists,
             namespace: |path| {
+                #[expect(clippy::disallowed_methods, reason = "all namespaces are on one device")]
                 use std::os::unix::fs::MetadataExt;
                 path.metadata().ok().map(|file| file.ino())
             },

@@ -35,6 +35,15 @@ pub enum MemoryError {
     /// CRIU has written its memory to a file that firn did not expect.
     #[error("CRIU has dumped memory that firn does not know: {file} names {pages}")]
     Unexpected { file: String, pages: String },
+    /// It is not known which mount has shared memory.
+    #[error("cannot make a memory file")]
+    Mount { source: io::Error },
+    /// CRIU has written two shared memories into one file.
+    #[error(
+        "a SysV segment and a memory file both have the number {number}, and CRIU writes both into one file"
+    )]
+    #[problem("FIRN-DUMP", "restart the container: its memory gets other numbers")]
+    SameNumber { number: u64 },
     /// A pages file cannot be written.
     #[error("cannot write {file} of the checkpoint")]
     #[problem("FIRN-DUMP", "see whether the file system of the checkpoint is full")]

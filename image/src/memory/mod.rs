@@ -25,6 +25,7 @@ pub mod progress;
 mod remote;
 mod rest;
 mod save;
+mod shared;
 
 pub use error::MemoryError;
 pub use export::export;

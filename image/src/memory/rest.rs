@@ -3,14 +3,14 @@
 //! Pages of private anonymous memory that are zero are left out: in the restored task they are zero.
 
 use std::io;
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::path::Path;
 
-use firn_host::proc_maps;
 use serde::{Deserialize, Serialize};
 
 use super::pages::{BLOCK, Block, pages, replace};
 use super::progress::Counter;
+use super::shared::shared;
 use super::{Bulk, MemoryError, Process};
 use crate::checksums::ImageFile;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
@@ -66,88 +66,6 @@ pub fn rest(
     Ok(kept)
 }
 
-/// Where a process has shared memory mapped.
-struct Place {
-    pid: i32,
-    at: Range<u64>,
-    /// Where in the shared memory the mapping begins.
-    offset: u64,
-}
-
-/// Writes the pages files of shared memory, which CRIU names by inode and numbers among those of processes.
-/// It is read where a process has it mapped.
-fn shared(
-    dir: &Path,
-    names: &[String],
-    processes: &[Process],
-    kept: &mut Kept,
-    counter: &Counter,
-) -> Result<(), MemoryError> {
-    for name in names {
-        let inode = name
-            .strip_prefix("pagemap-shmem-")
-            .and_then(|name| name.strip_suffix(".img"));
-        let Some(inode) = inode.and_then(|inode| inode.parse().ok()) else {
-            continue;
-        };
-        let Some(mut map) = Pagemap::read_named(dir, name)? else {
-            continue;
-        };
-        if !is_discarded(&dir.join(map.pages_name())) {
-            continue;
-        }
-        // What is mapped nowhere stays a link, and is found as such.
-        if let Some(blocks) = shared_blocks(&map.runs, &places(inode, processes)?) {
-            map.runs = pages(dir, &map.pages_name(), &blocks, kept, counter)?;
-            map.write(dir, name)?;
-        }
-    }
-    Ok(())
-}
-
-/// Where these processes have shared memory mapped that has this inode.
-fn places(inode: u64, processes: &[Process]) -> Result<Vec<Place>, MemoryError> {
-    let mut places = Vec::new();
-    for &Process { pid, .. } in processes {
-        let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
-            if mapping.inode == inode && mapping.perms.ends_with(b"s") {
-                places.push(Place {
-                    pid,
-                    at: mapping.start..mapping.end,
-                    offset: mapping.offset,
-                });
-            }
-            ControlFlow::Continue(())
-        });
-        read.map_err(|source| MemoryError::Mappings { pid, source })?;
-    }
-    Ok(places)
-}
-
-/// The runs, of which addresses are offsets, in parts that one of the processes has mapped; none if no
-/// process has one of them.
-fn shared_blocks(runs: &[Run], places: &[Place]) -> Option<Vec<Block>> {
-    let mut blocks = Vec::new();
-    for run in runs {
-        let mut at = run.at.start;
-        while at < run.at.end {
-            let (pid, address, left) = places.iter().find_map(|place| {
-                let address = place.at.start.checked_add(at.checked_sub(place.offset)?)?;
-                (address < place.at.end).then(|| (place.pid, address, place.at.end - address))
-            })?;
-            let end = run.at.end.min(at + left.min(BLOCK));
-            blocks.push(Block {
-                run: run.part(at..end),
-                pid,
-                address,
-                is_anonymous: false,
-            });
-            at = end;
-        }
-    }
-    Some(blocks)
-}
-
 /// Makes empty files of pages files that are links: CRIU writes them in another dump.
 pub fn empty_discarded_pages(dir: &Path) -> io::Result<()> {
     for name in UntrustedDir::open(dir)?.names()? {
@@ -159,7 +77,7 @@ pub fn empty_discarded_pages(dir: &Path) -> io::Result<()> {
 }
 
 /// Whether CRIU's pages went nowhere.
-fn is_discarded(path: &Path) -> bool {
+pub(super) fn is_discarded(path: &Path) -> bool {
     path.is_symlink()
 }
 
@@ -311,35 +229,6 @@ mod tests {
         let (pages, runs, _) = rest_of(&memory, true, Some(at..at + 2 * PAGE));
         assert_eq!(pages, [2; 4096]);
         assert_eq!(runs, vec![at + 2 * PAGE..at + 3 * PAGE]);
-    }
-
-    #[test]
-    fn shared_memory_is_read_where_it_is_mapped() {
-        let dir = tempfile::tempdir().unwrap();
-        let all = 0..4 * PAGE;
-        write_pagemap(dir.path(), INSIDE, 1, &all);
-        let runs = Pagemap::read(dir.path(), INSIDE).unwrap().unwrap().runs;
-        let place = |pid, start, pages, offset| Place {
-            pid,
-            at: start..start + pages * PAGE,
-            offset: offset * PAGE,
-        };
-        let (first, second) = (place(1, 0x10_0000, 2, 0), place(2, 0x20_0000, 3, 1));
-        let found = |places: &[Place]| {
-            let blocks = shared_blocks(&runs, places)?;
-            let seen = |block: Block| (block.run.at.start / PAGE, block.pid, block.address);
-            Some(blocks.into_iter().map(seen).collect::<Vec<_>>())
-        };
-        assert_eq!(found(&[]), None);
-        assert_eq!(
-            found(std::slice::from_ref(&first)),
-            None,
-            "a part is mapped nowhere"
-        );
-        assert_eq!(
-            found(&[first, second]),
-            Some(vec![(0, 1, 0x10_0000), (2, 2, 0x20_0000 + PAGE)])
-        );
     }
 
     #[test]

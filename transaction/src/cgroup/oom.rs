@@ -3,11 +3,11 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, AsRawFd, RawFd};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use firn_host::FileId;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::Interest;
@@ -37,20 +37,20 @@ pub struct OomWatch {
 #[derive(Debug)]
 struct Incarnation {
     dir: PathBuf,
-    inode: u64,
+    file: FileId,
 }
 
 impl Incarnation {
     fn of(dir: &Path) -> io::Result<Self> {
-        let inode = dir.metadata()?.ino();
+        let file = FileId::of(&dir.metadata()?);
         Ok(Self {
             dir: dir.to_owned(),
-            inode,
+            file,
         })
     }
 
     fn is_gone(&self) -> bool {
-        !self.dir.metadata().is_ok_and(|now| now.ino() == self.inode)
+        !self.dir.metadata().is_ok_and(|now| FileId::of(&now) == self.file)
     }
 }
 

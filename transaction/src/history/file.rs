@@ -8,11 +8,11 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 
 use firn_config::names;
-use firn_host::{UnlessAbsent, atomic_file};
+use firn_host::{FileId, UnlessAbsent, atomic_file};
 
 use serde_json::Value;
 
@@ -135,16 +135,16 @@ impl Place {
     }
 
     /// Changes with every entry. None: there is no history yet.
-    pub fn version(&self) -> io::Result<Option<(u64, u64)>> {
+    pub fn version(&self) -> io::Result<Option<(FileId, u64)>> {
         let metadata = fs::symlink_metadata(self.0.join(FILE)).if_present()?;
-        Ok(metadata.map(|metadata| (metadata.ino(), metadata.len())))
+        Ok(metadata.map(|metadata| (FileId::of(&metadata), metadata.len())))
     }
 
     /// Changes when the files are replaced.
-    fn identity(&self) -> io::Result<[Option<u64>; 3]> {
+    fn identity(&self) -> io::Result<[Option<FileId>; 3]> {
         let of = |name| {
             let metadata = fs::symlink_metadata(self.0.join(name)).if_present()?;
-            Ok::<_, io::Error>(metadata.map(|metadata| metadata.ino()))
+            Ok::<_, io::Error>(metadata.map(|metadata| FileId::of(&metadata)))
         };
         Ok([of(FILE)?, of(BEFORE)?, of(TOTALS)?])
     }

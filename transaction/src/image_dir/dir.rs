@@ -420,6 +420,7 @@ fn open(path: &Path, links: bool) -> io::Result<File> {
     options.open(path)
 }
 
+#[expect(clippy::disallowed_methods, reason = "its device is kept with it")]
 fn id_of(metadata: &Metadata) -> DirId {
     DirId {
         dev: metadata.dev(),

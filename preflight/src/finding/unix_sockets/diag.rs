@@ -1,10 +1,10 @@
 //! The Unix sockets of a network namespace, by the kernel's socket diagnosis (sock_diag(7)).
 
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 
+use firn_host::FileId;
 use nix::libc;
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{
@@ -48,8 +48,8 @@ pub(super) struct Diag {
 
 /// The sockets of a network namespace. One that is not the caller's is entered by a thread that ends.
 pub(super) fn of_namespace(namespace: &File) -> io::Result<Vec<Diag>> {
-    let of = |meta: Metadata| (meta.dev(), meta.ino());
-    if of(namespace.metadata()?) == of(std::fs::metadata("/proc/thread-self/ns/net")?) {
+    let ours = std::fs::metadata("/proc/thread-self/ns/net")?;
+    if FileId::of(&namespace.metadata()?) == FileId::of(&ours) {
         return query();
     }
     let entered = || {
@@ -151,10 +151,12 @@ fn half(bytes: &[u8], at: usize) -> io::Result<u16> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
     use std::os::unix::net::{UnixListener, UnixStream};
 
     use super::*;
 
+    #[expect(clippy::disallowed_methods, reason = "all sockets are on one device")]
     fn inode(fd: impl AsFd) -> u32 {
         let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
         u32::try_from(std::fs::metadata(path).unwrap().ino()).unwrap()

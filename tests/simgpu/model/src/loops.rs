@@ -184,6 +184,7 @@ pub fn detach(path: &Path) -> io::Result<()> {
 }
 
 /// Detaches the devices whose node (mount namespace) no longer exists; gives their number.
+#[expect(clippy::disallowed_methods, reason = "all namespaces are on one device")]
 pub fn detach_stale(dev: &Path) -> Result<usize> {
     let alive: HashSet<String> = (fs::read_dir("/proc")?.flatten())
         .filter_map(|entry| Some(fs::metadata(entry.path().join("ns/mnt")).ok()?.ino().to_string()))
@@ -270,6 +271,7 @@ fn open_control(dev: &Path) -> Result<File> {
     opened.context("cannot open loop-control; hint: modprobe loop")
 }
 
+#[expect(clippy::disallowed_methods, reason = "all namespaces are on one device")]
 fn own_mount_namespace() -> Result<u64> {
     Ok(fs::metadata("/proc/self/ns/mnt")
         .context("cannot see the own mount namespace; hint: mount /proc")?

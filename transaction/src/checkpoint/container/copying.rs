@@ -182,17 +182,17 @@ impl ContainerEffects<'_> {
 
 /// How many files CRIU may write for memory that processes share: it numbers them among those of processes.
 fn shared_files(processes: &[Process]) -> usize {
-    let mut inodes = BTreeSet::new();
+    let mut files = BTreeSet::new();
     for process in processes {
         // What cannot be read now cannot be read later either: the copy fails, and CRIU does it.
         let _ = proc_maps::each(Path::new("/proc"), process.pid, |mapping| {
             if mapping.perms.ends_with(b"s") && !mapping.path.starts_with(b"/dev/nvidia") {
-                inodes.insert(mapping.inode);
+                files.insert(mapping.file);
             }
             ControlFlow::Continue(())
         });
     }
-    inodes.len()
+    files.len()
 }
 
 /// A process with memory: a zombie has none.
