@@ -48,9 +48,11 @@ impl Node {
         !number.is_empty() && number.chars().all(|c| c.is_ascii_digit())
     }
 
-    /// Writes its name into a new file of the image.
+    /// Writes its name into a file of the image. One that is there is that of an earlier dump: CRIU writes
+    /// its own files again, too.
     pub(crate) fn write(&self, image: BorrowedFd<'_>, file: &str) -> io::Result<()> {
-        let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+        let new = OFlag::O_CREAT | OFlag::O_TRUNC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+        let flags = OFlag::O_WRONLY | new | OFlag::O_CLOEXEC;
         let file = openat(image, file, flags, Mode::from_bits_truncate(0o600))?;
         File::from(file).write_all(self.0.as_bytes())
     }
@@ -154,10 +156,12 @@ mod tests {
         assert_eq!(read("a.img").unwrap(), None);
         node.write(image.as_fd(), "a.img").unwrap();
         assert_eq!(read("a.img").unwrap(), Some(node.clone()));
-        assert!(
-            node.write(image.as_fd(), "a.img").is_err(),
-            "it is never written twice"
-        );
+        // A second dump into the same directory.
+        let other = Node::named("nvidiactl").unwrap();
+        other.write(image.as_fd(), "a.img").unwrap();
+        assert_eq!(read("a.img").unwrap(), Some(other.clone()));
+        node.write(image.as_fd(), "a.img").unwrap();
+        assert_eq!(read("a.img").unwrap(), Some(node.clone()));
         for (file, content) in [
             ("b.img", "../etc/shadow"),
             ("c.img", ""),
@@ -172,6 +176,10 @@ mod tests {
         }
         std::os::unix::fs::symlink("a.img", dir.path().join("link.img")).unwrap();
         assert!(read("link.img").is_err());
+        assert!(
+            other.write(image.as_fd(), "link.img").is_err(),
+            "a link is followed"
+        );
     }
 
     #[test]

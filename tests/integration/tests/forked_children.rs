@@ -5,8 +5,11 @@
 
 use std::process::ExitCode;
 
-use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, LOG, SimGpu, cases, failure, matrix, nothing_left_but_metadata, on};
+use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::shim::oci::CheckpointOptions;
+use firn_lab::{
+    Container, GpuHost, LOG, SimGpu, Task, cases, describe, failure, matrix, nothing_left_but_metadata, on,
+};
 use firn_node::Platform;
 
 const PLUGIN: &str = "/usr/local/bin/libfirn_criu.so";
@@ -173,6 +176,40 @@ fn plugins_of_the_operator_are_used_too(platform: Platform) -> Result<()> {
     })
 }
 
+/// Every file that a dump makes may be there: of an earlier dump into the same directory, and of the first
+/// dump of a checkpoint for which CRIU dumps twice, because firn cannot copy memory that is mapped nowhere.
+fn a_second_dump_into_one_directory_is_whole(platform: Platform) -> Result<()> {
+    on([host(platform, "fc-twice", 1)?], |[host]| {
+        let more = ["--semaphores", "--shared-words=detached"];
+        let habits = [&CHILDREN[..], &more].concat();
+        for config in ["", "[images]\ninline-copy = \"firn\"\n"] {
+            host.configure(config)?;
+            let job = job(host, &habits)?;
+            let before = family(&job, "")?;
+            for exit in [false, false, true] {
+                let mut options = CheckpointOptions::new();
+                options.exit = exit;
+                let task = Task::of(host, "job")?;
+                let pending = task.checkpoint("/srv/image", &options)?;
+                let output = describe(&task.end(pending), |_| "done".to_owned());
+                ensure!(output == "done", "{config}: {output}");
+                if !exit {
+                    job.goes_on(3)?;
+                }
+            }
+            job.becomes("STOPPED")?;
+            let _ = job.task(&["delete"]);
+            let restore = ["firn", "restore", "--dir", "/srv/image", "job"];
+            host.node().run(&restore).context(config)?;
+            job.goes_on(3).context(config)?;
+            is_family_of(&job, host, &before)?;
+            job.remove()?;
+            host.node().run(&["rm", "-r", "/srv/image"])?;
+        }
+        host.idle()
+    })
+}
+
 fn is_refused(host: &GpuHost, job: Container<'_>, code: &str) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(
@@ -202,6 +239,7 @@ fn other_children_are_refused(platform: Platform) -> Result<()> {
 fn main() -> ExitCode {
     matrix::run(&cases! {
         children_move_with_their_parent [FORKY, TRIXIE];
+        a_second_dump_into_one_directory_is_whole [FORKY, FORKY_V2];
         a_node_without_the_plugin_refuses [FORKY];
         plugins_of_the_operator_are_used_too [FORKY];
         other_children_are_refused [FORKY];

@@ -36,6 +36,31 @@ pub fn io_uring() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(ring) })
 }
 
+/// Maps a page and protects it by a key, as programs do that guard their own data.
+pub fn protection_key() -> io::Result<()> {
+    let (length, protection): (usize, c_long) = (4096, (libc::PROT_READ | libc::PROT_WRITE).into());
+    let (prot, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+    );
+    // SAFETY: without an address and a file the call makes a mapping of its own, which nothing else uses.
+    let page = unsafe { libc::mmap(std::ptr::null_mut(), length, prot, flags, -1, 0) };
+    if page == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let none: c_long = 0;
+    // SAFETY: pkey_alloc takes two numbers.
+    let key = unsafe { libc::syscall(libc::SYS_pkey_alloc, none, none) };
+    if key < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: pkey_mprotect takes the page from above and numbers.
+    match unsafe { libc::syscall(libc::SYS_pkey_mprotect, page, length, protection, key) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// A file of memfd_create(2) with so many bytes; none without any.
 pub fn memory_file(bytes: usize) -> io::Result<Option<File>> {
     if bytes == 0 {

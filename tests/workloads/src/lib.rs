@@ -8,3 +8,4 @@ pub mod counter;
 pub mod driver;
 pub mod habits;
 pub mod huge;
+pub mod shared;

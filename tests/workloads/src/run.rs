@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use firn_workloads::children::{self, Kind, Pool};
 use firn_workloads::counter::Counter;
 use firn_workloads::driver::{Driver, IpcHandle};
 use firn_workloads::habits;
+use firn_workloads::shared::{Shared, Which};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 
@@ -55,6 +57,9 @@ pub struct Options {
     /// Hold an io_uring
     #[arg(long)]
     io_uring: bool,
+    /// Protect a page by a key
+    #[arg(long)]
+    protection_key: bool,
     /// Keep a file of memfd_create(2) of so many MiB open that is mapped nowhere
     #[arg(long, default_value_t = 0)]
     memory_file_mib: usize,
@@ -79,6 +84,9 @@ pub struct Options {
     /// Exchange posts of named semaphores with a child
     #[arg(long)]
     semaphores: bool,
+    /// Have shared memory of all kinds, of which every word is compared in every iteration
+    #[arg(long)]
+    shared_words: Option<Which>,
     /// Show an environment of so many MiB in /proc
     #[arg(long, default_value_t = 0)]
     environment_mib: usize,
@@ -170,12 +178,20 @@ fn watch(children: Vec<Child>) -> Result<()> {
     Ok(())
 }
 
-/// One thread per thread and GPU asked for; the first failure ends the process.
-fn compute(options: &Options) -> Result<()> {
-    let null = || std::fs::File::open("/dev/null").context("cannot open /dev/null");
-    let _descriptors = (0..options.descriptors)
-        .map(|_| null())
-        .collect::<Result<Vec<_>>>()?;
+/// What a process holds and never uses.
+#[derive(Default)]
+struct Held {
+    _files: Vec<File>,
+    _ring: Option<OwnedFd>,
+}
+
+/// What a process does before it has threads.
+fn begin(options: &Options) -> Result<Held> {
+    let mut held = Held::default();
+    for _ in 0..options.descriptors {
+        held._files
+            .push(File::open("/dev/null").context("cannot open /dev/null")?);
+    }
     habits::chain(options.chain).context("cannot fork a chain")?;
     if options.semaphores {
         habits::semaphores().context("cannot exchange posts of semaphores")?;
@@ -183,12 +199,22 @@ fn compute(options: &Options) -> Result<()> {
     if options.environment_mib > 0 {
         habits::long_environment(options.environment_mib << 20).context("cannot lengthen the environment")?;
     }
-    let _ring = match options.io_uring {
-        true => Some(habits::io_uring().context("cannot set up an io_uring")?),
-        false => None,
-    };
-    let _memory_file =
-        habits::memory_file(options.memory_file_mib << 20).context("cannot make a memory file")?;
+    if options.io_uring {
+        held._ring = Some(habits::io_uring().context("cannot set up an io_uring")?);
+    }
+    if options.protection_key {
+        habits::protection_key().context("cannot protect a page by a key")?;
+    }
+    let memory = habits::memory_file(options.memory_file_mib << 20);
+    held._files.extend(memory.context("cannot make a memory file")?);
+    Ok(held)
+}
+
+/// One thread per thread and GPU asked for; the first failure ends the process.
+fn compute(options: &Options) -> Result<()> {
+    let _held = begin(options)?;
+    let shared = options.shared_words.map(Shared::make).transpose();
+    let shared = Arc::new(shared.context("cannot make shared memory")?);
     if let Some(file) = options
         .communicator
         .clone()
@@ -223,11 +249,12 @@ fn compute(options: &Options) -> Result<()> {
         for &gpu in gpus {
             let (driver, options, sender) = (Arc::clone(&driver), options.clone(), sender.clone());
             let exports = options.ipc && number == 0 && gpu == options.gpu[0];
-            let pool = pool.take();
+            let (pool, shared) = (pool.take(), Arc::clone(&shared));
             thread::spawn(move || {
                 let importer = exports.then(|| sender.clone());
+                let has = (pool, shared.as_ref().as_ref());
                 // The receiver goes away only when this process ends.
-                let _ = sender.send(work(&driver, &options, number, gpu, importer, pool));
+                let _ = sender.send(work(&driver, &options, number, gpu, importer, has));
             });
         }
     }
@@ -242,7 +269,7 @@ fn work(
     number: usize,
     gpu: i32,
     importer: Option<Sender<Result<()>>>,
-    mut pool: Option<Pool>,
+    (mut pool, shared): (Option<Pool>, Option<&Shared>),
 ) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;
@@ -270,21 +297,20 @@ fn work(
         if let Some(fixed) = &fixed {
             fixed.look(iteration)?;
         }
+        if let Some(shared) = shared {
+            shared.look().context("shared memory")?;
+        }
         if let Some(ranks) = &mut ranks {
             ranks.agree(iteration)?;
         }
         if let Some(pool) = &mut pool {
             pool.answer(iteration).context("a child of the pool")?;
         }
-        let uuid = driver.uuid(gpu)?;
-        let pid = std::process::id();
-        print(
-            options,
-            &format!(
-                "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} \
-                 checksum={checksum} ok"
-            ),
-        )?;
+        let (uuid, pid) = (driver.uuid(gpu)?, std::process::id());
+        let line = format!(
+            "counter pid={pid} thread={number} gpu={gpu} uuid={uuid} iter={iteration} checksum={checksum} ok"
+        );
+        print(options, &line)?;
         if options.iterations > 0 && counter.iteration() >= options.iterations {
             break;
         }

@@ -10,6 +10,7 @@ mod progress;
 mod rescued;
 mod together;
 mod unmounted;
+mod words;
 
 use std::process::{Command, ExitCode};
 use std::thread;
@@ -28,6 +29,7 @@ use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy}
 use rescued::gc_keeps_the_memory_of_a_rescued_image;
 use together::two_checkpoints_and_gc_share_a_store;
 use unmounted::a_store_that_is_not_mounted_is_not_made_again;
+use words::shared_memory_keeps_every_word;
 
 /// Large memory goes into a store.
 const STORE: &str = "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n";
@@ -332,6 +334,7 @@ fn main() -> ExitCode {
         a_damaged_store_is_found [FORKY];
         a_full_store_costs_nothing [FORKY, FORKY_V2];
         a_family_that_shares_memory_moves_too [FORKY, TRIXIE];
+        shared_memory_keeps_every_word [FORKY, TRIXIE];
         the_image_gets_memory_by_firn [FORKY_V2, TRIXIE];
         what_firn_cannot_copy_criu_copies [FORKY, TRIXIE];
         four_copies_begin_at_once [FORKY_V2, TRIXIE];
