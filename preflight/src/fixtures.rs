@@ -35,6 +35,11 @@ pub fn refusals() -> Vec<Refusal> {
             directory: path(),
         },
         Refusal::IoUring { pid, comm: comm() },
+        Refusal::ProtectionKey {
+            pid,
+            comm: comm(),
+            at: "7f10a000".to_owned(),
+        },
         Refusal::Rdma {
             pid,
             comm: comm(),

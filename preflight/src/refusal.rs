@@ -63,6 +63,15 @@ pub enum Refusal {
     #[error("process {pid} ({comm}) has an io_uring, which CRIU cannot dump")]
     #[problem("FIRN-IO-URING", NO_IO_URING)]
     IoUring { pid: i32, comm: String },
+    #[error(
+        "process {pid} ({comm}) protects the memory at 0x{at} by a key (pkey_mprotect), which CRIU would not \
+         restore"
+    )]
+    #[problem(
+        "FIRN-PROTECTION-KEY",
+        "turn the use of protection keys off in the program, if it has a setting for that"
+    )]
+    ProtectionKey { pid: i32, comm: String, at: String },
     #[error("process {pid} ({comm}) has the RDMA device {file} open, which CRIU cannot dump")]
     #[problem("FIRN-RDMA", NO_RDMA)]
     Rdma { pid: i32, comm: String, file: String },
@@ -206,6 +215,7 @@ impl Refusal {
         matches!(
             self,
             Self::IoUring { .. }
+                | Self::ProtectionKey { .. }
                 | Self::Rdma { .. }
                 | Self::InheritedGpu { .. }
                 | Self::LeakedGpu { .. }

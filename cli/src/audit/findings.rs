@@ -73,13 +73,14 @@ const GRANT: [Topic; 2] = [
 const BUNDLE_SPEC: &str = "config.json of the bundle";
 
 /// Signals of what the processes have open and mapped.
-const FINDINGS: [Topic; 8] = [
+const FINDINGS: [Topic; 9] = [
     Topic("managed_memory", "/proc/PID/maps"),
     Topic("mps", "/proc/PID/fd and environ"),
     Topic(SHARED, "the number of CUDA processes, /proc/PID/maps and environ"),
     Topic(IMEX, "/proc/PID/fd"),
     Topic("rdma", "/proc/PID/fd"),
     Topic("io_uring", "/proc/PID/fd and maps"),
+    Topic("protection_keys", "/proc/PID/smaps"),
     Topic(INHERITED, "/proc/PID/fd and maps, firn's plugin for CRIU"),
     Topic(
         "gpu_descriptors_without_cuda",
@@ -151,6 +152,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::ManagedMemory { .. } => "managed_memory",
         Refusal::Mps { .. } => "mps",
         Refusal::IoUring { .. } => "io_uring",
+        Refusal::ProtectionKey { .. } => "protection_keys",
         Refusal::Rdma { .. } => "rdma",
         Refusal::InheritedGpu { .. } => INHERITED,
         // The audit moves nothing.

@@ -1,7 +1,7 @@
 //! Findings in the open files and mappings of all processes that CRIU dumps.
 //!
-//! CRIU cannot dump an io_uring or an RDMA device. The driver's checkpoint closes the GPUs of a CUDA process,
-//! and of no other.
+//! CRIU cannot dump an io_uring or an RDMA device, and loses protection keys of memory. The driver's
+//! checkpoint closes the GPUs of a CUDA process, and of no other.
 
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -10,7 +10,7 @@ use firn_host::ordered::set_of;
 use firn_host::proc_maps;
 
 use super::inherited::{self, Inherited, Same};
-use super::{Certainty, Finding, Processes, Unreadable, each_mapping, open_files};
+use super::{Certainty, Finding, Processes, Unreadable, each_mapping, open_files, protection_keys};
 use crate::Refusal;
 use crate::sys::{is_same_file, is_same_memory};
 
@@ -20,6 +20,8 @@ pub(super) struct Found {
     io_uring: bool,
     rdma: Option<String>,
     imex: Option<String>,
+    /// Where the first memory with a protection key begins.
+    key: Option<String>,
     pub(super) gpu: Gpu,
 }
 
@@ -55,6 +57,10 @@ pub(super) fn inspect(
         let mut add = |refusal, certainty| findings.push(Finding { refusal, certainty });
         if found.io_uring {
             add(Refusal::IoUring { pid, comm: comm() }, Certainty::Certain);
+        }
+        if let Some(at) = found.key {
+            let comm = comm();
+            add(Refusal::ProtectionKey { pid, comm, at }, Certainty::Certain);
         }
         if let Some(file) = found.rdma {
             let comm = comm();
@@ -95,6 +101,7 @@ pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadab
     if read?.is_none() {
         return Ok(None);
     }
+    found.key = protection_keys::first(proc_root, pid)?;
     let Some(files) = open_files(proc_root, pid)? else {
         return Ok(None);
     };
@@ -132,6 +139,7 @@ mod tests {
             .into_iter()
             .map(|Finding { refusal, certainty }| match refusal {
                 Refusal::IoUring { pid, .. } => (pid, "ring", String::new(), certainty),
+                Refusal::ProtectionKey { pid, at, .. } => (pid, "key", at, certainty),
                 Refusal::Rdma { pid, file, .. } => (pid, "rdma", file, certainty),
                 Refusal::Imex { pid, file, .. } => (pid, "imex", file, certainty),
                 other => panic!("{other}"),
@@ -166,9 +174,12 @@ mod tests {
                 ],
             ),
         ]);
+        let smaps = "1000-2000 rw-p 00000000 00:00 0 \nProtectionKey:         3\nVmFlags: rd\n";
+        std::fs::write(root.path().join("1/smaps"), smaps).unwrap();
         assert_eq!(
             found(&root, &[1, 2, 3, 4, 5, 6], &[5]),
             [
+                (1, "key", "1000".into(), Certainty::Certain),
                 (2, "ring", String::new(), Certainty::Certain),
                 (3, "ring", String::new(), Certainty::Certain),
                 (4, "rdma", found_rdma(&root), Certainty::Certain),

@@ -18,6 +18,7 @@
 //!   it.
 //! - Open files: io_uring, RDMA devices, IMEX channels, and GPUs in processes that use no CUDA
 //!   (`descriptors`).
+//! - Memory with a protection key (`protection_keys`).
 //! - Several CUDA processes: they may share GPU memory in ways that /proc does not show. Processes that only
 //!   use NVML (nvidia-smi, monitors) are known to the driver and share nothing. They do not count: they map
 //!   no device node of the driver, as every process does after cuInit. (Both map libcuda. /dev/nvidia-uvm is
@@ -46,6 +47,7 @@ mod evaluate;
 mod held;
 mod inherited;
 mod kept;
+mod protection_keys;
 #[cfg(test)]
 mod tests;
 mod unix_sockets;

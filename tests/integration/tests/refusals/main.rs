@@ -10,7 +10,8 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{
-    BUNDLES, Container, GpuHost, LOG, SHARES_NOTHING, SimGpu, Task, cases, describe, failure, matrix, on,
+    BUNDLES, Container, GpuHost, LOG, SHARES_NOTHING, SimGpu, Skip, Task, cases, describe, failure, matrix,
+    on,
 };
 use firn_node::{Platform, wait_for};
 
@@ -119,6 +120,15 @@ fn undumpable(platform: Platform, name: &str, habit: &str, code: &str) -> Result
 
 fn an_io_uring_is_refused(platform: Platform) -> Result<()> {
     undumpable(platform, "rf-ring", "--io-uring", "FIRN-IO-URING")
+}
+
+/// Where the CPU has no keys, no program has memory with one.
+fn memory_with_a_protection_key_is_refused(platform: Platform) -> Result<()> {
+    let smaps = std::fs::read_to_string("/proc/self/smaps")?;
+    if !smaps.contains("ProtectionKey:") {
+        return Err(Skip::new("this CPU has no protection keys").into());
+    }
+    undumpable(platform, "rf-key", "--protection-key", "FIRN-PROTECTION-KEY")
 }
 
 /// One process opens the memory of another: nothing shows that from outside.
@@ -464,6 +474,7 @@ fn main() -> ExitCode {
         managed_memory_is_refused [FORKY, TRIXIE];
         audit_reports_a_checkpointable_container_untouched [FORKY];
         an_io_uring_is_refused [FORKY];
+        memory_with_a_protection_key_is_refused [FORKY];
         an_incremental_checkpoint_is_refused [FORKY];
         processes_that_share_memory_are_refused_and_go_on [FORKY_V2, TRIXIE];
         nccl_ranks_are_refused_unless_they_use_sockets [FORKY];
