@@ -19,13 +19,27 @@ const PROGRAM: &str = "containerd";
 pub fn is_older_than(path: &Path) -> bool {
     let written = path.metadata().and_then(|meta| meta.modified());
     match (started(), written) {
-        (Some(started), Ok(written)) => started < written,
+        (Some(started), Ok(written)) => started.is_before(written),
         _ => false,
     }
 }
 
+/// When a process was started: at this time or up to a clock tick later, because /proc shows whole ticks.
+#[derive(Debug)]
+struct Started {
+    at: SystemTime,
+    tick: Duration,
+}
+
+impl Started {
+    /// Surely before this time.
+    fn is_before(&self, time: SystemTime) -> bool {
+        self.at + self.tick <= time
+    }
+}
+
 /// When containerd was started.
-fn started() -> Option<SystemTime> {
+fn started() -> Option<Started> {
     let is_containerd = |pid: &i32| {
         let program = fs::read_link(format!("/proc/{pid}/exe"));
         program.is_ok_and(|program| running::name_of(&program) == Some(PROGRAM))
@@ -37,7 +51,10 @@ fn started() -> Option<SystemTime> {
     let per_second = u64::try_from(sysconf(SysconfVar::CLK_TCK).ok()??).ok()?;
     let started = Duration::from_millis(started.max()? * 1000 / per_second);
     let now = Duration::from(clock_gettime(ClockId::CLOCK_BOOTTIME).ok()?);
-    Some(SystemTime::now() - now.checked_sub(started)?)
+    Some(Started {
+        at: SystemTime::now() - now.checked_sub(started)?,
+        tick: Duration::from_millis(1000 / per_second),
+    })
 }
 
 /// Restarts it by systemd, also from within a root directory that is not systemd's.
@@ -53,5 +70,23 @@ pub fn restart() -> Result<(), InstallError> {
     match output.success {
         true => Ok(()),
         false => Err(failed(output.stderr.trim().to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_written_in_the_tick_of_the_start_is_no_newer_one() {
+        let started = Started {
+            at: SystemTime::UNIX_EPOCH + Duration::from_millis(1000),
+            tick: Duration::from_millis(10),
+        };
+        let at = |millis| SystemTime::UNIX_EPOCH + Duration::from_millis(millis);
+        // The configuration was written at 1004, and the process started at 1008: /proc shows 1000.
+        assert!(!started.is_before(at(1004)));
+        assert!(!started.is_before(at(999)));
+        assert!(started.is_before(at(1010)));
     }
 }
