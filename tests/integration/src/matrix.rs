@@ -8,8 +8,11 @@ use std::fmt;
 use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 
-use anyhow::{Error, Result};
+use anyhow::{Error, Result, anyhow};
 use firn_node::Platform;
 use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
 
@@ -17,6 +20,9 @@ use crate::{GpuHost, claims};
 
 /// Environment variable that keeps the nodes of trials that fail.
 const KEEP: &str = "FIRN_KEEP";
+
+/// How long a trial may take: ten times as long as most, also on a machine with other work.
+const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// A case of a suite; [`cases`](crate::cases) makes it.
 #[derive(Clone, Copy)]
@@ -60,9 +66,28 @@ pub fn name(case: &str, platform: impl fmt::Display) -> String {
     format!("{case} [{platform}]")
 }
 
-/// A trial that may be skipped while it runs.
+/// A trial that may be skipped while it runs. Whatever it waits for, it ends.
 pub fn trial(name: String, test: impl FnOnce() -> Result<()> + Send + 'static) -> Trial {
-    Trial::ignorable_test(name, move || completion(test()))
+    Trial::ignorable_test(name, move || completion(within(LIMIT, test)))
+}
+
+/// What a test returns, or an error once the limit has passed. Its thread and its nodes are then left alone:
+/// they end with this program.
+fn within(limit: Duration, test: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    let (sender, ended) = mpsc::channel();
+    let running = thread::spawn(move || {
+        let result = catch_unwind(AssertUnwindSafe(test));
+        // Nobody listens to one that is late.
+        let _ = sender.send(result);
+    });
+    match ended.recv_timeout(limit) {
+        Ok(result) => {
+            let _ = running.join();
+            result.unwrap_or_else(|panic| resume_unwind(panic))
+        }
+        Err(RecvTimeoutError::Timeout) => Err(anyhow!("no end within {} s", limit.as_secs_f32())),
+        Err(RecvTimeoutError::Disconnected) => Err(anyhow!("the thread of the trial has gone")),
+    }
 }
 
 fn completion(ended: Result<()>) -> Result<Completion, Failed> {
@@ -190,6 +215,23 @@ mod tests {
         );
         let ignored: Vec<_> = trials.iter().map(Trial::has_ignored_flag).collect();
         assert_eq!(ignored, [false, false, true]);
+    }
+
+    #[test]
+    fn a_trial_that_waits_for_ever_fails() {
+        let (never, waits) = mpsc::channel::<()>();
+        let late = within(Duration::from_millis(20), move || Ok(waits.recv()?));
+        assert!(late.unwrap_err().to_string().contains("no end within"));
+        drop(never);
+        let long = Duration::from_secs(60);
+        assert!(within(long, || Ok(())).is_ok());
+        assert!(
+            within(long, || Err(Skip::new("no Go here").into()))
+                .unwrap_err()
+                .is::<Skip>()
+        );
+        let panics = catch_unwind(|| within(long, || panic!("a failed invariant")));
+        assert!(panics.is_err());
     }
 
     #[test]

@@ -33,7 +33,9 @@ impl Node {
     /// A program in the node's namespaces and cgroups, with an environment of its own; add arguments and run
     /// it.
     ///
-    /// It dies with the `Child`; what it forks does not, but nothing outlives the node.
+    /// It dies with the `Child`; what it forks does not, but nothing outlives the node. Its signals are the
+    /// default ones: whoever started this program may ignore some (nohup, CI runners), and a shell in between
+    /// cannot change that.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("sh");
         let cgroups = self.record().cgroups.to_join();
@@ -46,6 +48,7 @@ impl Node {
         ]);
         command
             .args(["setpriv", "--pdeathsig", "KILL", "--"])
+            .args(["env", "--default-signal"])
             .arg(program);
         command.env_clear().envs([
             ("PATH", PATH),

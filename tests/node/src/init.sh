@@ -84,5 +84,5 @@ umount -l /.host
 rmdir /.host
 echo ready
 # shellcheck disable=SC2086
-exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
+exec env -i --default-signal PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root \
     $first </dev/null >/dev/null 2>&1
