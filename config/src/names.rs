@@ -165,8 +165,48 @@ pub const JOB_ANSWER_FILE: &str = "/run/firn/answer";
 /// Annotation of runc: path of the CRIU configuration file of this container. Empty: none.
 pub const ANNOTATION_CRIU_CONFIG: &str = "org.criu.config";
 
-/// Annotation by firn: the value that [`ANNOTATION_CRIU_CONFIG`] had before firn put its own file there.
+/// Annotation by earlier versions of firn: the value that [`ANNOTATION_CRIU_CONFIG`] had before firn put its
+/// own file there. It is in [`BUNDLE_USERS_CRIU_CONFIG`].
 pub const ANNOTATION_USERS_CRIU_CONFIG: &str = "firn.dev/criu-config";
+
+/// How the names of all of firn's annotations begin.
+pub const FIRNS: &str = "firn.dev/";
+
+/// firn's annotations that a given spec may have. Whoever writes a spec may set them, as the author of a pod:
+/// they may cost the container its own state and give it nothing.
+pub const ANNOTATIONS_OF_SPECS: [&str; 17] = [
+    ANNOTATION_GPU_MAP,
+    ANNOTATION_REMAP_POLICY,
+    ANNOTATION_RESTORE_FROM,
+    ANNOTATION_RESTORE_FALLBACK,
+    ANNOTATION_RESTORE_RESTARTS,
+    ANNOTATION_IPC,
+    ANNOTATION_GPU,
+    ANNOTATION_NCCL,
+    ANNOTATION_EXEC,
+    ANNOTATION_TCP,
+    ANNOTATION_BULK,
+    ANNOTATION_PAUSE,
+    ANNOTATION_GPU_BUSY,
+    ANNOTATION_HOOK_PREPARE,
+    ANNOTATION_HOOK_RESUMED,
+    ANNOTATION_HOOK_RESTORED,
+    ANNOTATION_HOOK_FAILED,
+];
+
+/// Names of firn that stand elsewhere: in the annotations of an update, in labels, in the index of an image.
+/// Create removes them from a given spec, and every other name that begins with [`FIRNS`].
+pub const NEVER_IN_SPECS: [&str; 6] = [
+    ANNOTATION_USERS_CRIU_CONFIG,
+    ANNOTATION_MOVE_GPU,
+    ANNOTATION_CHECKPOINT_POD,
+    ANNOTATION_WITHDRAW_POD,
+    LABEL_PARKED,
+    ANNOTATION_CONTAINER,
+];
+
+/// Annotation by podman and CRI-O: which of them made the container.
+pub const ANNOTATION_MANAGER: &str = "io.container.manager";
 
 /// Annotation that containerd's CRI plugin puts on every container: `sandbox` or `container`.
 pub const ANNOTATION_CRI_TYPE: &str = "io.kubernetes.cri.container-type";
@@ -179,6 +219,10 @@ pub const BUNDLE_SPEC: &str = "config.json";
 
 /// The CRIU configuration file that firn writes for a GPU container, in its bundle.
 pub const BUNDLE_CRIU_CONFIG: &str = "firn-criu.conf";
+
+/// File in the bundle: the path of the user's CRIU configuration file that the spec named before firn put its
+/// own in its place, empty if the spec named none.
+pub const BUNDLE_USERS_CRIU_CONFIG: &str = "firn-criu-user";
 
 /// Empty directory in the bundle that CRIU is given as its plugin directory, so that it loads no CUDA plugin.
 pub const BUNDLE_CRIU_LIBS: &str = "firn-criu-libs";
@@ -279,3 +323,34 @@ pub const LABEL_MODEL: &str = "firn.dev/gpu-model";
 pub const LABEL_CHECKPOINT: &str = "firn.dev/checkpoint";
 /// Label of a node: whether its driver can restore onto other GPUs.
 pub const LABEL_REMAP: &str = "firn.dev/remap";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Whoever adds a name has to decide whether a given spec may have it.
+    #[test]
+    fn every_annotation_is_known_as_one_of_specs_or_of_none() {
+        const FOR_NODES: [&str; 6] = [
+            LABEL_RUNTIME,
+            LABEL_VERSION,
+            LABEL_DRIVER,
+            LABEL_MODEL,
+            LABEL_CHECKPOINT,
+            LABEL_REMAP,
+        ];
+        let lines = include_str!("names.rs")
+            .lines()
+            .filter(|line| line.starts_with("pub const "));
+        let values = lines.filter_map(|line| line.split('"').nth(1));
+        let all: BTreeSet<&str> = values
+            .filter(|value| value.len() > FIRNS.len() && value.starts_with(FIRNS))
+            .collect();
+        let lists = [&ANNOTATIONS_OF_SPECS[..], &NEVER_IN_SPECS, &FOR_NODES];
+        let listed: Vec<&str> = lists.concat();
+        assert_eq!(listed.len(), all.len(), "a name is in two lists");
+        assert_eq!(listed.into_iter().collect::<BTreeSet<_>>(), all);
+    }
+}

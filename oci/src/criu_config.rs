@@ -13,7 +13,9 @@
 //!
 //! firn finds the user's file as runc does: the annotation `org.criu.config` names it, else it is
 //! /etc/criu/runc.conf. An empty annotation means no file, and a file that does not exist is ignored. The
-//! file is read for every operation.
+//! file is read for every operation, and [`users_file`] refuses one that could make its author root.
+
+mod users_file;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,12 +23,10 @@ use std::path::{Path, PathBuf};
 use firn_config::{Tcp, names};
 use firn_host::{Problem, UnlessAbsent};
 
+use self::users_file::{MAX_BYTES, UsersFile};
 use crate::Spec;
 use firn_host::bounded::read_at_most;
 use firn_host::{atomic_file, open_regular};
-
-/// Largest user's file that is read.
-const MAX_BYTES: u64 = 64 << 10;
 
 /// Defaults of every dump of a GPU container: CRIU saves deleted files of any size, and leaves out
 /// connections that a listening socket has not accepted yet, as probes open them.
@@ -60,6 +60,24 @@ pub enum CriuError {
     /// The user's file is no configuration: too large, or not text.
     #[error("{} is not a CRIU configuration: larger than {MAX_BYTES} bytes or not text", path.display())]
     NotText { path: PathBuf },
+    /// Others than root could change the user's file.
+    #[error(
+        "CRIU configuration {} is not used: others than root may change {}",
+        path.display(),
+        place.display()
+    )]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "make the file and every directory above it root's, and writable for nobody else"
+    )]
+    NotRoots { path: PathBuf, place: PathBuf },
+    /// The file that an annotation names has an option that is the operator's alone.
+    #[error("CRIU configuration {} has a line that no annotation may bring: {line:?}", path.display())]
+    #[problem(
+        "FIRN-CRIU-CONFIG",
+        "leave the line out, or let the operator write it into /etc/criu/runc.conf"
+    )]
+    Option { path: PathBuf, line: String },
     /// CRIU's configuration files cannot express this path.
     #[error("path {} cannot be written into a CRIU configuration", path.display())]
     #[problem(
@@ -78,7 +96,7 @@ pub enum CriuError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CriuConfig {
     bundle: PathBuf,
-    users_file: Option<PathBuf>,
+    users_file: UsersFile,
     /// Whether firn restores the GPU state of processes, and tasks stay stopped until then: CRIU's plugins
     /// are those in the bundle. Otherwise CRIU does, by a plugin from its default directory.
     by_firn: bool,
@@ -109,19 +127,9 @@ impl CriuConfig {
 
     /// For a container whose GPU state, if any, CRIU restores.
     pub fn of_criu(spec: &Spec, bundle: &Path) -> Self {
-        let annotated = match spec.annotation(names::ANNOTATION_CRIU_CONFIG) {
-            // A spec that firn has edited before, perhaps in another bundle.
-            Some(path) if is_firns(path) => spec.annotation(names::ANNOTATION_USERS_CRIU_CONFIG),
-            annotated => annotated,
-        };
-        let users_file = match annotated {
-            Some("") => None,
-            Some(path) => Some(path.into()),
-            None => Some(names::RUNC_CRIU_CONFIG.into()),
-        };
         Self {
             bundle: bundle.to_owned(),
-            users_file,
+            users_file: UsersFile::of(spec, bundle),
             by_firn: false,
             libs_dir: None,
             plugin: None,
@@ -171,11 +179,16 @@ impl CriuConfig {
         self.bundle.join(names::BUNDLE_CRIU_CONFIG)
     }
 
-    /// Writes the file for the next operation. If firn has no line to add to dumps, the file is a link to the
-    /// user's own: firn does not run before such a dump and could not read a changed file.
+    /// Writes the file for the next operation, and notes which the user's is. If firn has no line to add to
+    /// dumps, the file is a link to the user's own: firn does not run before such a dump and could not read a
+    /// changed file.
     pub fn write(&self, operation: Operation) -> Result<(), CriuError> {
         let unwritten = |path| move |source| CriuError::Write { path, source };
-        if let (Operation::Dump, false, Some(users_file)) = (operation, self.by_firn, &self.users_file) {
+        let noted = self.users_file.note(&self.bundle);
+        noted.map_err(unwritten(self.bundle.join(names::BUNDLE_USERS_CRIU_CONFIG)))?;
+        if let (Operation::Dump, false, Some(users_file)) = (operation, self.by_firn, self.users_file.path())
+        {
+            self.users_file.lines()?;
             return make_link(users_file, &self.path()).map_err(unwritten(self.path()));
         }
         let content = self.content(operation)?;
@@ -197,7 +210,7 @@ impl CriuConfig {
         if firns_dump {
             content.push_str(DUMP_DEFAULTS);
         }
-        content.push_str(&self.users_lines()?);
+        content.push_str(&self.users_file.lines()?);
         if !content.is_empty() && !content.ends_with('\n') {
             content.push('\n');
         }
@@ -237,42 +250,21 @@ impl CriuConfig {
 
     /// What the user's file sets for TCP connections.
     pub fn users_tcp(&self) -> Option<Tcp> {
-        tcp_of(&self.users_lines().ok()?)
+        tcp_of(&self.users_file.lines().ok()?)
     }
 
     /// Whether the user's file lets CRIU connect datagram sockets again that lead outside.
     pub fn users_external_unix(&self) -> bool {
-        self.users_lines().is_ok_and(|lines| has_external_unix(&lines))
-    }
-
-    fn users_lines(&self) -> Result<String, CriuError> {
-        let Some(path) = &self.users_file else {
-            return Ok(String::new());
-        };
-        let bytes = match open_regular(path).and_then(|file| read_at_most(file, MAX_BYTES)) {
-            Ok(bytes) => bytes,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(String::new()),
-            Err(source) => {
-                return Err(CriuError::Read {
-                    path: path.clone(),
-                    source,
-                });
-            }
-        };
-        let text = bytes.and_then(|bytes| String::from_utf8(bytes).ok());
-        let text = text.filter(|text| !text.contains('\0'));
-        text.ok_or_else(|| CriuError::NotText { path: path.clone() })
+        self.users_file
+            .lines()
+            .is_ok_and(|lines| has_external_unix(&lines))
     }
 }
 
-/// Whether this is firn's file of any bundle, and no user's.
-pub(crate) fn is_firns(path: &str) -> bool {
-    Path::new(path).file_name() == Some(names::BUNDLE_CRIU_CONFIG.as_ref())
-}
-
-/// What the user's file of a container sets for TCP connections.
-pub fn users_tcp(spec: &Spec) -> Option<Tcp> {
-    CriuConfig::of_criu(spec, Path::new("")).users_tcp()
+/// What the user's file of a container sets for TCP connections. `bundle` is that of the spec, if it is
+/// known.
+pub fn users_tcp(spec: &Spec, bundle: Option<&Path>) -> Option<Tcp> {
+    CriuConfig::of_criu(spec, bundle.unwrap_or(Path::new(""))).users_tcp()
 }
 
 /// Whether firn has let CRIU make links in the last dump of the container in `bundle`.
@@ -288,8 +280,8 @@ pub fn had_link_remap(bundle: &Path) -> bool {
 }
 
 /// As [`CriuConfig::users_external_unix`].
-pub fn users_external_unix(spec: &Spec) -> bool {
-    CriuConfig::of_criu(spec, Path::new("")).users_external_unix()
+pub fn users_external_unix(spec: &Spec, bundle: Option<&Path>) -> bool {
+    CriuConfig::of_criu(spec, bundle.unwrap_or(Path::new(""))).users_external_unix()
 }
 
 fn tcp_of(lines: &str) -> Option<Tcp> {

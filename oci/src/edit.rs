@@ -11,7 +11,6 @@ use firn_gpu::{DeviceNode, Gpu, GpuUuid, NodeType};
 use firn_host::Problem;
 use serde_json::{Map, Value, json};
 
-use crate::criu_config::is_firns;
 use crate::device_class;
 use crate::device_class::{GpuPath, classify};
 use crate::spec::parse_device;
@@ -171,14 +170,25 @@ fn limit_memory_of(spec: &mut Spec, gpus: &[Gpu]) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Makes runc pass this configuration file to CRIU. Keeps the name of the user's own file.
+/// Makes runc pass this configuration file to CRIU.
 pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
     let annotations = spec.object_mut("annotations")?;
-    let was = annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
-    if let Some(users) = was.filter(|was| !was.as_str().is_some_and(is_firns)) {
-        annotations.insert(names::ANNOTATION_USERS_CRIU_CONFIG.to_owned(), users);
-    }
+    annotations.insert(names::ANNOTATION_CRIU_CONFIG.to_owned(), json!(file));
     Ok(())
+}
+
+/// Removes annotations with firn's prefix that no given spec may have: names that firn itself writes
+/// elsewhere, and unknown ones. Returns them.
+pub fn drop_internal_annotations(spec: &mut Spec) -> Result<Vec<String>, SpecError> {
+    let is_internal =
+        |key: &str| key.starts_with(names::FIRNS) && !names::ANNOTATIONS_OF_SPECS.contains(&key);
+    let keys = spec.annotations().into_iter().flat_map(Map::keys);
+    let internal: Vec<String> = keys.filter(|key| is_internal(key)).cloned().collect();
+    if !internal.is_empty() {
+        let annotations = spec.object_mut("annotations")?;
+        annotations.retain(|key, _| !internal.contains(key));
+    }
+    Ok(internal)
 }
 
 /// Moves the container to another cgroup: the last part of `linux.cgroupsPath` becomes `name`.

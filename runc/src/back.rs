@@ -59,7 +59,9 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
                 left(line, &reaper).await?;
                 restore::run(line, &reaper).await
             }
-            Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Other => Ok(Done::Pass),
+            Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Features | Verb::Other => {
+                Ok(Done::Pass)
+            }
         }
     }));
     // A call that is stuck in the kernel must not keep the answer back.

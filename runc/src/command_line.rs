@@ -80,6 +80,8 @@ pub enum Verb {
     Delete,
     Pause,
     Resume,
+    /// What the runtime can do, for its callers.
+    Features,
     /// Any other, and requests for help.
     Other,
 }
@@ -98,6 +100,7 @@ impl Verb {
             "kill" if words.iter().any(is_kill) => Self::Kill,
             "pause" => Self::Pause,
             "resume" => Self::Resume,
+            "features" => Self::Features,
             _ => Self::Other,
         }
     }

@@ -12,7 +12,7 @@ use crate::action::{Action, PASS};
 use crate::command_line::{CommandLine, Verb};
 use crate::error::{Failure, Trouble};
 use crate::program::runc;
-use crate::{logger, open};
+use crate::{features, logger, open};
 
 /// Exit status of a Rust program that has panicked.
 const PANICKED: i32 = 101;
@@ -53,6 +53,13 @@ fn serve(words: &[OsString], line: Option<&CommandLine>) -> Result<ExitCode, Tro
                 }
             }
         }
+        Verb::Features => match features::of_runc(words)? {
+            Some(features) => {
+                println!("{features}");
+                Ok(ExitCode::SUCCESS)
+            }
+            None => match become_runc(words)? {},
+        },
         Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Other => recover(words, line),
     }
 }

@@ -3,6 +3,7 @@
 //! ```text
 //! create              the spec is edited, then runc creates the container
 //! checkpoint, restore of containers with GPUs: firn's transactions
+//! features            runc's, with the annotations that firn reads
 //! anything else       runc's, argument for argument
 //! ```
 //!
@@ -19,6 +20,7 @@ mod command_line;
 mod container;
 mod create;
 mod error;
+mod features;
 mod front;
 mod logger;
 mod open;

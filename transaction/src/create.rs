@@ -13,7 +13,7 @@ use firn_gpu::Backend;
 use firn_host::{Chain, ProblemLine};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::job_hook::{self, JobHook, JobHookError};
-use firn_oci::{Spec, SpecError};
+use firn_oci::{Spec, SpecError, edit};
 
 use crate::cancel::CancellationToken;
 use crate::checkpoint::{self, CheckpointError};
@@ -83,7 +83,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
         reaper,
         ..
     } = request;
-    let given = Spec::load(bundle)?;
+    let given = given(request.id, bundle)?;
     let mut labels = Labels::Due(request.labels);
     let attempt = Attempt {
         id: request.id,
@@ -126,6 +126,18 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     unpacked.map_err(|cause| refused(request.id, &named.image, cause))?;
     named.note(request.id, bundle);
     Ok(prepared)
+}
+
+/// The spec that a client has put into the bundle. What firn notes for itself is not taken from it.
+fn given(id: &str, bundle: &Path) -> Result<Spec, SpecError> {
+    let mut given = Spec::load(bundle)?;
+    let internal = edit::drop_internal_annotations(&mut given)?;
+    if !internal.is_empty() {
+        let internal = internal.join(", ");
+        log::warn!("container {id}: annotations that no spec may have are removed: {internal}");
+        given.save(bundle)?;
+    }
+    Ok(given)
 }
 
 fn refused(id: &str, image: &Path, cause: impl Into<Refusal>) -> PrepareError {

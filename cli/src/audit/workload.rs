@@ -130,8 +130,12 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         }),
         other_vendors: may_have_others.then_some(other_vendors),
         processes: by_firn.then(|| Assertions {
-            external_unix: spec.is_some_and(users_external_unix),
-            ..Assertions::of(spec, config, spec.and_then(users_tcp))
+            external_unix: spec.is_some_and(|spec| users_external_unix(spec, subject.bundle.as_deref())),
+            ..Assertions::of(
+                spec,
+                config,
+                spec.and_then(|spec| users_tcp(spec, subject.bundle.as_deref())),
+            )
         }),
         inherited: subject
             .bundle

@@ -80,7 +80,7 @@ fn without_a_users_file_only_firns_lines_are_there() {
 fn the_users_lines_come_first_and_are_read_every_time() {
     let bundle = tempfile::tempdir().unwrap();
     let users = bundle.path().join("users.conf");
-    std::fs::write(&users, "tcp-established\nlibdir /usr/lib/criu").unwrap();
+    std::fs::write(&users, "tcp-established\nfile-locks").unwrap();
     let config = CriuConfig::new(
         &spec(users.to_str().unwrap()),
         bundle.path(),
@@ -92,7 +92,7 @@ fn the_users_lines_come_first_and_are_read_every_time() {
         lines,
         [
             "tcp-established",
-            "libdir /usr/lib/criu",
+            "file-locks",
             &libdir,
             "manage-cgroups=ignore",
             "leave-stopped"
@@ -177,38 +177,38 @@ fn what_a_users_file_sets_for_connections_is_known_also_from_an_edited_spec() {
         config.write(Operation::Dump).unwrap();
         let mut edited = spec_of_user.clone();
         set_criu_config(&mut edited, &config.path()).unwrap();
-        assert_eq!(users_tcp(&edited), expected, "{lines}");
-        assert_eq!(users_tcp(&spec_of_user), expected, "{lines}");
+        assert_eq!(users_tcp(&edited, Some(bundle.path())), expected, "{lines}");
+        assert_eq!(users_tcp(&spec_of_user, None), expected, "{lines}");
     }
-    assert_eq!(users_tcp(&spec("/nonexistent")), None);
+    assert_eq!(users_tcp(&spec("/nonexistent"), None), None);
     for (lines, expected) in [
         ("# ext-unix-sk\n", false),
         ("tcp-close\n ext-unix-sk # log\n", true),
     ] {
         std::fs::write(&users, lines).unwrap();
         let spec_of_user = spec(users.to_str().unwrap());
-        assert_eq!(users_external_unix(&spec_of_user), expected, "{lines}");
+        assert_eq!(users_external_unix(&spec_of_user, None), expected, "{lines}");
         let config = CriuConfig::new(&spec_of_user, bundle.path(), None);
         assert_eq!(config.users_external_unix(), expected, "{lines}");
     }
 }
 
 #[test]
-fn restores_run_firns_script_and_the_users() {
+fn restores_run_firns_script() {
     let bundle = tempfile::tempdir().unwrap();
     let users = bundle.path().join("users.conf");
-    std::fs::write(&users, "action-script /users").unwrap();
+    std::fs::write(&users, "file-locks").unwrap();
     let link = bundle.path().join("firn-criu-script");
     let ours = format!("action-script {}", link.display());
     let spec = spec(users.to_str().unwrap());
     let plugins = CriuConfig::of_criu(&spec, bundle.path()).with_script(Path::new("/a hook"));
     for _ in 0..2 {
         let lines = written(&plugins, Operation::Restore);
-        let ours = ["action-script /users", &ours, "manage-cgroups=ignore"];
+        let ours = ["file-locks", &ours, "manage-cgroups=ignore"];
         assert_eq!(lines, ours, "CRIU's own restore");
         assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/a hook"));
     }
-    assert_eq!(written(&plugins, Operation::Dump), ["action-script /users"]);
+    assert_eq!(written(&plugins, Operation::Dump), ["file-locks"]);
     std::fs::write(&users, "ghost-limit 2M").unwrap();
     let dumps = std::fs::read_to_string(plugins.path()).unwrap();
     assert_eq!(dumps, "ghost-limit 2M", "as it is at the dump");
@@ -247,31 +247,34 @@ fn only_a_cgroup_namespace_has_criu_look_at_the_images_cgroups() {
 #[test]
 fn without_annotation_runcs_own_file_counts() {
     let config = CriuConfig::new(&Spec::from(json!({})), Path::new("/b"), None);
-    assert_eq!(
-        config.users_file.as_deref(),
-        Some(Path::new("/etc/criu/runc.conf"))
-    );
+    assert_eq!(config.users_file.path(), Some(Path::new("/etc/criu/runc.conf")));
 }
 
+/// What a spec names that firn has edited is in the bundle, and nowhere else.
 #[test]
 fn firns_own_file_is_no_users() {
-    for (users, found) in [
-        (None, None),
-        (Some(""), None),
-        (Some("/mine.conf"), Some("/mine.conf")),
-    ] {
+    let bundle = tempfile::tempdir().unwrap();
+    let edited = |more: Option<&str>| {
         let mut annotations = json!({"org.criu.config": "/other/bundle/firn-criu.conf"});
-        if let Some(users) = users {
-            annotations["firn.dev/criu-config"] = json!(users);
+        if let Some(more) = more {
+            annotations["firn.dev/criu-config"] = json!(more);
         }
-        let config = CriuConfig::new(
-            &Spec::from(json!({"annotations": annotations})),
-            Path::new("/b"),
-            None,
-        );
-        let found = found.or(users.is_none().then_some("/etc/criu/runc.conf"));
-        assert_eq!(config.users_file.as_deref(), found.map(Path::new));
+        let spec = Spec::from(json!({"annotations": annotations}));
+        CriuConfig::new(&spec, bundle.path(), None).users_file
+    };
+    for (users, found) in [
+        (spec("/mine.conf"), Some("/mine.conf")),
+        (spec(""), None),
+        (Spec::from(json!({})), Some("/etc/criu/runc.conf")),
+    ] {
+        let config = CriuConfig::new(&users, bundle.path(), None);
+        config.write(Operation::Dump).unwrap();
+        for more in [None, Some("/theirs.conf")] {
+            assert_eq!(edited(more).path(), found.map(Path::new), "{users:?} {more:?}");
+        }
     }
+    let elsewhere = CriuConfig::new(&spec("/a/firn-criu.conf"), Path::new(""), None);
+    assert_eq!(elsewhere.users_file, UsersFile::Operators);
 }
 
 #[test]

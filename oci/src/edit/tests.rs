@@ -278,10 +278,36 @@ fn the_criu_configuration_is_named() {
     set_criu_config(&mut spec, Path::new("/b/firn-criu.conf")).unwrap();
     assert_eq!(spec.annotation("org.criu.config"), Some("/b/firn-criu.conf"));
     assert_eq!(spec.annotation("k"), Some("v"));
-    // A copy of the edited spec, in another bundle, has the user's file still.
     set_criu_config(&mut spec, Path::new("/c/firn-criu.conf")).unwrap();
     assert_eq!(spec.annotation("org.criu.config"), Some("/c/firn-criu.conf"));
-    assert_eq!(spec.annotation("firn.dev/criu-config"), Some("/old"));
+    assert_eq!(
+        spec.annotations().unwrap().len(),
+        2,
+        "nothing else is noted in it"
+    );
+}
+
+/// What firn notes for itself is never taken from a spec, whatever the name is.
+#[test]
+fn a_given_spec_keeps_the_annotations_of_specs_alone() {
+    let unknown = ["firn.dev/", "firn.dev/tomorrow", "firn.dev/criu-config/x"];
+    let internal = [&names::NEVER_IN_SPECS[..], &unknown].concat();
+    for name in &internal {
+        let mut spec = Spec::from(json!({"annotations": {*name: "/x", "firn.devel/x": "", "k": "v"}}));
+        assert_eq!(drop_internal_annotations(&mut spec).unwrap(), [*name]);
+        let left: Vec<&String> = spec.annotations().unwrap().keys().collect();
+        assert_eq!(left, ["firn.devel/x", "k"], "{name}");
+    }
+    let kept: Map<String, Value> = names::ANNOTATIONS_OF_SPECS
+        .iter()
+        .map(|name| ((*name).to_owned(), json!("x")))
+        .collect();
+    for annotations in [json!(kept), json!({}), Value::Null] {
+        let given = Spec::from(json!({"annotations": annotations}));
+        let mut spec = given.clone();
+        assert_eq!(drop_internal_annotations(&mut spec).unwrap(), [""; 0]);
+        assert_eq!(spec, given);
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{IMAGE, Outcome, cases, matrix, on};
+use firn_lab::{GpuHost, IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, wait_for};
 use serde_json::Value;
 
@@ -394,6 +394,30 @@ fn day(podman: Podman<'_>, runtime: &str) -> Result<Vec<String>> {
     Ok(seen)
 }
 
+/// Whoever calls the runtime learns which annotations are not for pods; all else is as runc prints it.
+fn features_name_firns_annotations(node: &GpuHost) -> Result<()> {
+    const UNSAFE: &str = "potentiallyUnsafeConfigAnnotations";
+    let of = |program: &str| -> Result<Value> {
+        Ok(serde_json::from_str(
+            &node.node().run(&[program, "features"])?.stdout,
+        )?)
+    };
+    let (mut ours, mut runcs) = (of(FIRN_RUNC)?, of("/usr/sbin/runc")?);
+    let named = ours[UNSAFE].take();
+    let named = named.as_array().context("no annotations")?;
+    for name in ["firn.dev/criu-config", "firn.dev/gpu-map"] {
+        ensure!(named.iter().any(|known| known == name), "no {name} in {named:?}");
+    }
+    let runcs_own = runcs[UNSAFE].take();
+    let mut runcs_own = runcs_own.as_array().into_iter().flatten();
+    ensure!(
+        runcs_own.all(|name| named.contains(name)),
+        "one of runc's is missing"
+    );
+    ensure!(ours == runcs, "{ours} instead of {runcs}");
+    Ok(())
+}
+
 /// Containers without GPU, and all that firn-runc does not do itself, are as with runc.
 fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
     on([host(platform, "po-day", 0)?], |[node]| {
@@ -406,7 +430,7 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
         for words in [
             &["--version"][..],
             &["--help"],
-            &["features"],
+            &["features", "--help"],
             &["checkpoint", "--help"],
             &["restore", "--lsm-mount-context"],
             &["list"],
@@ -430,6 +454,7 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
             };
             assert_eq!(of(FIRN_RUNC)?, of("/usr/sbin/runc")?, "{words:?}");
         }
+        features_name_firns_annotations(node)?;
         podman.clear()
     })
 }
