@@ -105,7 +105,7 @@ pub fn convert_by(
     }
     let granted = !spec.gpu_nodes().is_empty() && !spec.opens_all_devices();
     // Device nodes and names in the spec of a restore may be those of the source's node.
-    let from_elsewhere = restores && !spec.is_cri();
+    let from_elsewhere = restores && spec.author().owns_node();
     if !request.source.is_hook() && !spec.gpu_nodes().is_empty() && from_elsewhere {
         return unchanged(spec);
     }

@@ -1,7 +1,7 @@
 //! A manifest for unit tests, of this crate and of those above it, with the node and spec that fit it.
 
 use firn_gpu::{Backend, CudaState, SourceGpu, Topology};
-pub use firn_oci::fixtures::{config, inventory, spec, uuid};
+pub use firn_oci::fixtures::{config, inventory, pods, spec, uuid};
 use firn_oci::mounts::RequiredMount;
 
 use crate::block_hash::sha256;

@@ -87,3 +87,20 @@ pub fn config(gpus: &[&str], pairs: &[(u8, u8)]) -> firn_config::Restore {
         ..firn_config::Restore::default()
     }
 }
+
+/// The spec as those write it whose specs nothing widens: the CRI plugin of containerd, CRI-O, and somebody
+/// who is known to be neither.
+pub fn pods(spec: &Spec) -> [Spec; 3] {
+    let of_cris = [
+        json!({"io.kubernetes.cri.container-type": "container"}),
+        json!({"io.kubernetes.cri-o.ContainerType": "container", "io.kubernetes.cri-o.Metadata": "{}",
+            "io.container.manager": "libpod"}),
+        json!({"io.kubernetes.pod.uid": "0"}),
+    ];
+    of_cris.map(|more| {
+        let mut pod = spec.clone();
+        let annotations = pod.object_mut("annotations").expect("annotations are an object");
+        annotations.extend(more.as_object().cloned().unwrap_or_default());
+        pod
+    })
+}

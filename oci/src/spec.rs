@@ -5,6 +5,7 @@
 //! oci-spec refuses and runc accepts must not stop a container for which that field does not matter. A
 //! malformed entry is an error where firn would act on it; everywhere else it is left to runc.
 
+mod author;
 mod device_changes;
 mod devices;
 mod privileges;
@@ -18,6 +19,7 @@ use oci_spec::runtime::{Hook, Mount};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+pub use self::author::Author;
 pub use self::device_changes::{Access, DeviceChange};
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::capability;
@@ -85,7 +87,46 @@ pub struct SpecMount {
     pub options: Vec<String>,
 }
 
+/// Restrictions of a mount, as specs and the kernel name them: the word that sets one, the word that unsets
+/// it, and the kernel's flag.
+pub const RESTRICTIONS: [(&str, &str, u32); 4] = [
+    ("ro", "rw", 1),
+    ("nosuid", "suid", 2),
+    ("nodev", "dev", 4),
+    ("noexec", "exec", 8),
+];
+
 impl SpecMount {
+    /// How the mount is restricted: the sum of flags of [`RESTRICTIONS`]. A word for the whole tree counts,
+    /// too.
+    pub fn restrictions(&self) -> u32 {
+        let last = |set: &str, unset: &str| {
+            let is_word =
+                |word: &&String| [set, unset].contains(&&***word) || word.strip_prefix('r') == Some(set);
+            self.options
+                .iter()
+                .rev()
+                .find(is_word)
+                .is_some_and(|word| word != unset)
+        };
+        let is_set = |(set, unset, _): &&(&str, &str, u32)| last(set, unset);
+        RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
+    }
+
+    /// How the mounts below it are restricted that a recursive bind mount brings along: by `rro`, `rnosuid`,
+    /// `rnodev`, `rnoexec`.
+    pub fn restrictions_below(&self) -> u32 {
+        let is_set = |(set, unset, _): &&(&str, &str, u32)| {
+            let is_word = |word: &&String| {
+                word.strip_prefix('r')
+                    .is_some_and(|word| [*set, *unset].contains(&word))
+            };
+            let last = self.options.iter().rev().find(is_word);
+            last.is_some_and(|word| word.strip_prefix('r') == Some(set))
+        };
+        RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
+    }
+
     /// Whether the mount shows a file or directory of the host.
     pub fn is_bind(&self) -> bool {
         self.kind == "bind" || self.options.iter().any(|o| o == "bind" || o == "rbind")
@@ -154,12 +195,6 @@ impl Spec {
 
     pub fn annotations(&self) -> Option<&Map<String, Value>> {
         self.value.get("annotations")?.as_object()
-    }
-
-    /// Whether containerd's CRI plugin wrote this spec. It then holds the devices that the kubelet granted on
-    /// this node, and nothing in it may be widened.
-    pub fn is_cri(&self) -> bool {
-        self.annotation(names::ANNOTATION_CRI_TYPE).is_some()
     }
 
     /// Mounts, in order.

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use crate::Basis;
     use firn_config::RemapPolicy;
-    use firn_image::fixtures::{config, inventory, manifest, spec, uuid};
+    use firn_image::fixtures::{config, inventory, manifest, pods, spec, uuid};
     use serde_json::json;
 
     fn made(
@@ -176,12 +176,12 @@ mod tests {
         let error = made(&spec(240, &[0]), &[9], &with(RemapPolicy::Strict, pool)).unwrap_err();
         assert_eq!(error.code(), "FIRN-GPU-STRICT");
 
-        let mut pod = spec(195, &[1, 2]);
-        let annotations = pod.object_mut("annotations").unwrap();
-        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
-        annotations.insert("firn.dev/remap-policy".into(), json!("subset"));
-        let pairs = made(&pod, &[0], &with(RemapPolicy::Strict, &["0"])).unwrap();
-        assert_eq!(pairs, [(uuid(0), uuid(1))], "GPU 0 is not the pod's");
+        for mut pod in pods(&spec(195, &[1, 2])) {
+            let annotations = pod.object_mut("annotations").unwrap();
+            annotations.insert("firn.dev/remap-policy".into(), json!("subset"));
+            let pairs = made(&pod, &[0], &with(RemapPolicy::Strict, &["0"])).unwrap();
+            assert_eq!(pairs, [(uuid(0), uuid(1))], "GPU 0 is not the pod's");
+        }
     }
 
     #[test]
@@ -221,15 +221,13 @@ mod tests {
 
     #[test]
     fn a_pod_cannot_map_itself_onto_a_gpu_that_it_was_not_granted() {
-        let mut pod = spec(195, &[1]);
-        let annotations = pod.object_mut("annotations").unwrap();
-        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
-        annotations.insert(
-            "firn.dev/gpu-map".into(),
-            json!(format!("{}={}", uuid(9), uuid(3))),
-        );
-        let error = made(&pod, &[9], &config(&[], &[])).unwrap_err();
-        assert_eq!(error.code(), "FIRN-MAP-UNKNOWN-TARGET");
+        for mut pod in pods(&spec(195, &[1])) {
+            let annotations = pod.object_mut("annotations").unwrap();
+            let map = format!("{}={}", uuid(9), uuid(3));
+            annotations.insert("firn.dev/gpu-map".into(), json!(map));
+            let error = made(&pod, &[9], &config(&[], &[])).unwrap_err();
+            assert_eq!(error.code(), "FIRN-MAP-UNKNOWN-TARGET", "{pod:?}");
+        }
     }
 
     #[test]

@@ -223,6 +223,13 @@ impl<'a> Words<'a> {
     }
 }
 
+/// Annotations by which a spec is not that of a client of the node.
+const PODS: [(&str, &str); 3] = [
+    (names::ANNOTATION_CRI_TYPE, "container"),
+    ("io.kubernetes.cri-o.Metadata", "{}"),
+    ("io.kubernetes.pod.uid", "0"),
+];
+
 fn grants(value: &Value, spec: &Spec) {
     let here = inventory(195, 4);
     let words = Words::of(value);
@@ -237,12 +244,26 @@ fn grants(value: &Value, spec: &Spec) {
         let Ok(grant) = Grant::at_restore(spec, &here, &config, map.as_ref()) else {
             continue;
         };
-        if spec.is_cri() {
+        if !spec.author().owns_node() {
             // Neither configuration nor annotation reaches beyond what the kubelet has allocated.
             assert_eq!(Some(&grant), of_spec.as_ref().ok());
         }
+        for (name, text) in PODS {
+            // The same spec, of a pod.
+            let mut pod = spec.clone();
+            let Ok(annotations) = pod.object_mut("annotations") else {
+                continue;
+            };
+            annotations.insert(name.to_owned(), Value::from(text));
+            if let Ok(grant) = Grant::at_restore(&pod, &here, &config, map.as_ref()) {
+                assert_eq!(Some(&grant), of_spec.as_ref().ok(), "{name}");
+            }
+            if let Ok(grant) = Grant::of_device_free(&pod, &here, &config) {
+                assert_eq!(Some(&grant), of_spec.as_ref().ok(), "{name}, without devices");
+            }
+        }
         match grant.basis {
-            Basis::Nodes | Basis::Everything => is_given(&grant, &words, &here, !spec.is_cri()),
+            Basis::Nodes | Basis::Everything => is_given(&grant, &words, &here, spec.author().owns_node()),
             Basis::Config => assert!(!config.gpus.is_empty()),
             Basis::Map(_) => assert!(map.is_some()),
         }

@@ -8,15 +8,15 @@
 //!
 //! | spec written by | given | grant |
 //! |---|---|---|
-//! | CRI | anything | the spec's device nodes, by numbers. Configuration and annotation add nothing |
-//! | others | `[restore] gpus` in the configuration | those GPUs |
-//! | others | a map ([`RequestedMap`]) | the GPUs on its right side |
-//! | others | neither | the spec's device nodes by numbers, then by path |
+//! | an orchestrator, or unknown | anything | the spec's device nodes, by numbers, and nothing else |
+//! | a client | `[restore] gpus` in the configuration | those GPUs |
+//! | a client | a map ([`RequestedMap`]) | the GPUs on its right side |
+//! | a client | neither | the spec's device nodes by numbers, then by path |
 //!
-//! The kubelet has allocated what a CRI spec holds, and a pod's author must not reach beyond it. Any other
-//! spec comes from somebody who may use every device of the node. After `ctr containers restore` it is a copy
-//! of the source's spec, so its device numbers are not those of this node. The checkpoint image has no
-//! influence.
+//! The kubelet has allocated what a pod's spec holds, and a pod's author must not reach beyond it. The spec
+//! of a client comes from somebody who may use every device of the node ([`firn_oci::spec::Author`]). After
+//! `ctr containers restore` it is a copy of the source's spec, so its device numbers are not those of this
+//! node. The checkpoint image has no influence.
 //!
 //! **At the restore of a checkpoint without devices** maps have no part, and the spec's nodes that are none
 //! of this node's GPUs grant none: the container may have fewer GPUs, or none ([`Grant::of_device_free`]).
@@ -91,7 +91,7 @@ impl Grant {
         config: &Restore,
         map: Option<&RequestedMap>,
     ) -> Result<Self, GrantError> {
-        if spec.is_cri() {
+        if !spec.author().owns_node() {
             return by_nodes(spec, inventory, Elsewhere::Refused);
         }
         if !config.gpus.is_empty() {
@@ -106,7 +106,7 @@ impl Grant {
     /// The grant of a container that is to be restored from a checkpoint without devices. Of the pool of the
     /// configuration it gets as many GPUs as its spec has nodes of GPUs.
     pub fn of_device_free(spec: &Spec, inventory: &Inventory, config: &Restore) -> Result<Self, GrantError> {
-        if spec.is_cri() {
+        if !spec.author().owns_node() {
             return by_nodes(spec, inventory, Elsewhere::Refused);
         }
         if config.gpus.is_empty() {
@@ -252,19 +252,13 @@ fn distinct<'a>(found: impl Iterator<Item = Result<&'a Gpu, GrantError>>) -> Res
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_image::fixtures::{config, inventory, spec, uuid};
+    use firn_image::fixtures::{config, inventory, pods, spec, uuid};
     use serde_json::json;
 
     fn indices(grant: &Grant) -> Vec<u8> {
         (0..8)
             .filter(|i| grant.gpus.iter().any(|gpu| gpu.uuid == uuid(*i)))
             .collect()
-    }
-
-    fn cri(mut spec: Spec) -> Spec {
-        let annotations = spec.object_mut("annotations").unwrap();
-        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
-        spec
     }
 
     fn map_to(new: u8) -> RequestedMap {
@@ -346,18 +340,24 @@ mod tests {
     }
 
     #[test]
-    fn restore_line_cri_takes_nodes_only() {
-        let spec = cri(spec(195, &[1]));
-        let grant =
-            Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3))).unwrap();
-        assert_eq!((indices(&grant), grant.basis), (vec![1], Basis::Nodes));
+    fn restore_line_pods_take_nodes_only() {
+        for spec in pods(&spec(195, &[1])) {
+            let grant =
+                Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3))).unwrap();
+            assert_eq!(
+                (indices(&grant), grant.basis),
+                (vec![1], Basis::Nodes),
+                "{spec:?}"
+            );
+        }
     }
 
     #[test]
-    fn restore_line_cri_never_goes_by_path() {
-        let spec = cri(firn_image::fixtures::spec(240, &[1]));
-        let error = Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3)));
-        assert!(matches!(error, Err(GrantError::Unresolved { .. })));
+    fn restore_line_pods_never_go_by_path() {
+        for spec in pods(&firn_image::fixtures::spec(240, &[1])) {
+            let error = Grant::at_restore(&spec, &inventory(195, 4), &config(&["2"], &[]), Some(&map_to(3)));
+            assert!(matches!(error, Err(GrantError::Unresolved { .. })), "{spec:?}");
+        }
     }
 
     #[test]
@@ -468,9 +468,10 @@ mod tests {
         assert_eq!(granted(&spec(195, &[0, 2]), &none, &[]), [] as [u32; 0]);
         assert_eq!(granted(&Spec::from(json!({})), &here, &["3"]), [] as [u32; 0]);
         assert_eq!(granted(&spec(240, &[0, 1]), &here, &["3", "1", "0"]), [3, 1]);
-        let pod = cri(spec(240, &[2]));
-        let refused = Grant::of_device_free(&pod, &here, &config(&["3"], &[])).unwrap_err();
-        assert_eq!(refused.code(), "FIRN-GRANT-UNRESOLVED");
+        for pod in pods(&spec(240, &[2])) {
+            let refused = Grant::of_device_free(&pod, &here, &config(&["3"], &[])).unwrap_err();
+            assert_eq!(refused.code(), "FIRN-GRANT-UNRESOLVED", "{pod:?}");
+        }
     }
 
     /// Also where the source's GPU 1 has the numbers that GPU 0 has here.

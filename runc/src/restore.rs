@@ -1,4 +1,5 @@
-//! `restore`: firn's for containers with GPUs and for images of firn, else runc's.
+//! `restore`: firn's for containers with GPUs and for images of firn, else runc's. Every image is compared with
+//! the container's spec first.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -39,6 +40,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     let image = image.unwrap_or_else(|| std::path::absolute(IMAGE).unwrap_or_else(|_| IMAGE.into()));
     let spec = Spec::load(&bundle).map_err(PrepareError::from)?;
     if !spec.requests_gpu() && !spec.has_other_gpus() && !image.join(names::MANIFEST).exists() {
+        restore::admit(id, &spec, &bundle, &image, reaper).await?;
         return Ok(Done::Pass);
     }
     refuse(line, id, &REFUSED)?;

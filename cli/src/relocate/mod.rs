@@ -122,7 +122,7 @@ async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
     found.expect_base()?;
     let (spec, id) = (found.container.spec(), found.container.id.clone());
     match () {
-        () if spec.is_cri() => Err(MoveError::Kubernetes { id }),
+        () if !spec.author().owns_node() => Err(MoveError::Kubernetes { id }),
         () if spec.annotation(NERDCTL_STATE).is_some() => Err(MoveError::Nerdctl { id }),
         () => Ok(found),
     }

@@ -84,7 +84,7 @@ async fn restored(
     let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
     let (type_url, mut spec) = spec(containerd, index).await?;
     let id = named(args, index, &spec)?;
-    if spec.is_cri() {
+    if !spec.author().owns_node() {
         return Err(RestoreError::Kubernetes { id });
     }
     expect_files_of_nerdctl(&spec, &id)?;

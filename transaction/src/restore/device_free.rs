@@ -24,7 +24,7 @@ pub(super) fn give(
     facts: Option<&mut Facts>,
 ) -> Result<(), Refusal> {
     let grant = Grant::of_device_free(spec, inventory, &config.restore)?;
-    if !spec.is_cri() {
+    if spec.author().owns_node() {
         match grant.gpus.is_empty() {
             true => edit::drop_nodes(spec)?,
             false => drop(edit::replace_gpus(spec, &grant.gpus, &inventory.common_nodes)?),
@@ -56,7 +56,7 @@ pub(super) fn give(
 
 #[cfg(test)]
 mod tests {
-    use firn_image::fixtures::{inventory, manifest, spec};
+    use firn_image::fixtures::{inventory, manifest, pods, spec};
     use firn_oci::job_hook::JobHook;
     use serde_json::json;
 
@@ -96,6 +96,22 @@ mod tests {
         let (pairs, pci_changed, _) = given(&spec(195, &[0]), &here);
         assert_eq!(pairs, [[uuid(0), None], [None, uuid(0)]]);
         assert!(!pci_changed);
+    }
+
+    /// A pod's spec was written for this node: nothing in it is changed, and nothing of another node given.
+    #[test]
+    fn a_pods_nodes_stay_as_they_are() {
+        let accel = json!({"path": "/dev/accel/accel9", "type": "c", "major": 261, "minor": 9});
+        let here = inventory(195, 4);
+        let mut spec = spec(195, &[2]);
+        spec.list_mut("linux.devices").unwrap().push(accel);
+        let before: Vec<_> = spec.devices().unwrap().into_iter().collect();
+        for pod in pods(&spec) {
+            let (_, _, nodes) = given(&pod, &here);
+            assert!(nodes.contains(&"/dev/accel/accel9".to_owned()), "{nodes:?}");
+            assert_eq!(nodes.len(), before.len(), "{pod:?}");
+        }
+        assert!(!given(&spec, &here).2.contains(&"/dev/accel/accel9".to_owned()));
     }
 
     #[test]

@@ -33,6 +33,6 @@ pub use error::RestoreError;
 pub use named::{FoundImage, ImageStore, NoImages, is_name, name_for, remove_unpacked};
 pub(crate) use named::{Named, Node, Wish};
 pub use place::in_use;
-pub use prepare::Preparation;
+pub use prepare::{Preparation, admit};
 pub use rollback::{LOG, after_kill};
 pub use run::{Restored, run};

@@ -66,8 +66,8 @@ impl Preparation<'_> {
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
         let (bundle, image) = (self.bundle, self.image);
         let mut spec = resolved.spec.clone();
-        if spec.is_cri() && !self.by_operator && !Config::load(Keys::CRI)?.restore.cri {
-            return Err(Refusal::Cri);
+        if !self.by_operator {
+            expect_permitted(&spec)?;
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
         let from_device_free = manifest
@@ -135,7 +135,7 @@ impl Preparation<'_> {
         let (bundle, reaper) = (self.bundle, self.reaper);
         let inventory = match has_nvidia {
             true => {
-                self.inventory(&worker, &config, device_free && !spec.is_cri())
+                self.inventory(&worker, &config, device_free && spec.author().owns_node())
                     .await?
             }
             false => Inventory::default(),
@@ -317,6 +317,38 @@ impl Preparation<'_> {
         }
         Ok(())
     }
+}
+
+/// Refuses the image of a container that somebody else than a client of this node wants to have restored,
+/// unless the configuration permits it.
+fn expect_permitted(spec: &Spec) -> Result<(), Refusal> {
+    match spec.author().owns_node() || Config::load(Keys::CRI)?.restore.cri {
+        true => Ok(()),
+        false => Err(Refusal::Cri),
+    }
+}
+
+/// What is decided before the OCI runtime itself restores the container of this bundle: whether it may be
+/// restored, and whether the image exceeds its spec.
+///
+/// # Errors
+/// [`RestoreError::Refused`].
+pub async fn admit(
+    id: &str,
+    spec: &Spec,
+    bundle: &Path,
+    image: &Path,
+    reaper: &Reaper,
+) -> Result<(), RestoreError> {
+    let admitted = async {
+        expect_permitted(spec)?;
+        compare::image(bundle, image, reaper).await
+    };
+    admitted.await.map_err(|cause| RestoreError::Refused {
+        id: id.to_owned(),
+        image: image.to_owned(),
+        cause,
+    })
 }
 
 /// firn's plugin for CRIU, if the image needs it.

@@ -10,14 +10,14 @@ use std::process::ExitCode;
 use anyhow::{Result, ensure};
 use firn_lab::{Claims, IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, Suite};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use client::{ARCHIVE, Crictl, counter, security};
 use host::{VERSION, host};
 
 /// The runtime handler.
 const HANDLER: &str = "firn-runc";
-const RESTORE: &str = "`CreateContainer` from its archive, onto the GPU that the node's configuration names";
+const RESTORE: &str = "`CreateContainer` from its archive, onto the GPU of its source";
 const NO_CGROUP: &str = "the source's cgroup has to be there ([why](#cri-o))";
 
 fn claims() -> Claims {
@@ -36,11 +36,20 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
         let reached = crictl.lines(&job)?.reached(1);
         let mounts = crictl.mounts()?;
         crictl.clear()?;
-        node.configure("[restore]\ngpus = [\"1\"]\n")?;
         let pod = crictl.pod("second", HANDLER)?;
-        let copy = pod.create(&counter(
-            &json!({ "image": { "image": ARCHIVE }, "mounts": mounts }),
-        ))?;
+        let copy = || {
+            let image = json!({ "image": ARCHIVE });
+            pod.create(&counter(&json!({ "image": image, "mounts": mounts })))
+        };
+        // The pool is for clients of the node: a pod gets what its spec has.
+        let refused = copy()?;
+        node.configure("[restore]\ngpus = [\"1\"]\n")?;
+        let error = crictl.fails(&["start", &refused])?;
+        ensure!(error.contains("FIRN-RESTORE-CRI: "), "{error}");
+        // CRI-O itself removes it.
+        crictl.uses(&[])?;
+        node.configure("[restore]\ngpus = [\"1\"]\ncri = true\n")?;
+        let copy = copy()?;
         if node.suite() == Suite::Trixie && node.node().record().cgroup == CgroupMode::V2 {
             // CRIU 4.1 enters the cgroup of the source.
             let error = crictl.fails(&["start", &copy])?;
@@ -54,8 +63,75 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
         crictl.run(&["start", &copy])?;
         let from = crictl.goes_on(&copy, 3)?;
         ensure!(from > 0 && from <= reached, "{from} after {reached}");
-        crictl.uses(&[1])?;
+        crictl.uses(&[0])?;
         claims().works(RESTORE)?;
+        crictl.clear()
+    })
+}
+
+/// A pod's annotation gives it no GPU that its spec does not have.
+fn a_pod_maps_itself_onto_no_other_gpu(platform: Platform) -> Result<()> {
+    on([host(platform, "co-map", 2)?], |[node]| {
+        let crictl = Crictl(node);
+        let uuids = node.uuids();
+        let pod = crictl.pod("first", HANDLER)?;
+        let job = pod.start(&counter(&json!({ "annotations": {
+            "cdi.k8s.io/firn-test": "nvidia.com/gpu=0",
+            "firn.dev/gpu-map": format!("{}={}", uuids[0], uuids[1]),
+        } })))?;
+        crictl.goes_on(&job, 3)?;
+        crictl.checkpoint(&job)?;
+        let mounts = crictl.mounts()?;
+        crictl.clear()?;
+        node.configure("[restore]\ncri = true\n")?;
+        let pod = crictl.pod("second", HANDLER)?;
+        // CRI-O gives the copy the annotations of its source.
+        let copy = pod.create(&counter(
+            &json!({ "image": { "image": ARCHIVE }, "mounts": mounts }),
+        ))?;
+        let error = crictl.fails(&["start", &copy])?;
+        ensure!(error.contains("FIRN-MAP-UNKNOWN-TARGET: "), "{error}");
+        crictl.clear()
+    })
+}
+
+/// What firn notes for itself is not taken from a pod: CRIU runs nothing that the pod's author names.
+fn a_pod_names_no_file_for_criu(platform: Platform) -> Result<()> {
+    on([host(platform, "co-criu", 1)?], |[node]| {
+        const RAN: &str = "/srv/ran";
+        let (crictl, node) = (Crictl(node), node.node());
+        node.write("/srv/x.sh", format!("#!/bin/sh\ntouch {RAN}\n"))?;
+        node.run(&["chmod", "755", "/srv/x.sh"])?;
+        node.write("/srv/x.conf", "action-script /srv/x.sh\n")?;
+        let pod = crictl.pod("pod", HANDLER)?;
+        let job = pod.start(&counter(&json!({ "annotations": {
+            "cdi.k8s.io/firn-test": "nvidia.com/gpu=0",
+            "firn.dev/criu-config": "/srv/x.conf",
+            "firn.dev/parked": "x",
+            "firn.dev/tcp": "close",
+        } })))?;
+        crictl.goes_on(&job, 3)?;
+        crictl.checkpoint(&job)?;
+        crictl.goes_on(&job, 3)?;
+        ensure!(
+            !node.path(RAN).exists(),
+            "CRIU has run a script of the pod's author"
+        );
+        let spec = ["tar", "--extract", "--to-stdout", "--file", ARCHIVE, "spec.dump"];
+        let spec: Value = serde_json::from_str(&node.run(&spec)?.stdout)?;
+        let spec = &spec["annotations"];
+        for (name, is_kept) in [
+            ("firn.dev/criu-config", false),
+            ("firn.dev/parked", false),
+            ("firn.dev/tcp", true),
+        ] {
+            ensure!(spec.get(name).is_some() == is_kept, "{name} in {spec}");
+        }
+        // The operator's file is CRIU's, and the script runs.
+        node.run(&["mkdir", "-p", "/etc/criu"])?;
+        node.run(&["mv", "/srv/x.conf", "/etc/criu/runc.conf"])?;
+        crictl.checkpoint(&job)?;
+        ensure!(node.path(RAN).exists(), "the script does not run at all");
         crictl.clear()
     })
 }
@@ -123,6 +199,8 @@ fn main() -> ExitCode {
     matrix::run(&cases! {
         a_counter_goes_on_and_moves [FORKY, TRIXIE, FORKY_V2, TRIXIE_V2];
         a_failed_checkpoint_costs_nothing [FORKY];
+        a_pod_maps_itself_onto_no_other_gpu [FORKY];
+        a_pod_names_no_file_for_criu [FORKY];
         without_gpu_it_is_runc [FORKY];
     })
 }

@@ -51,7 +51,7 @@ impl NewGrant {
     }
 
     fn of(spec: &Spec, inventory: &Inventory, assignment: &GpuAssignment) -> Result<Self, GrantChangeError> {
-        if spec.is_cri() {
+        if !spec.author().owns_node() {
             return Err(GrantChangeError::Pod);
         }
         if spec.opens_all_devices() {
@@ -194,7 +194,7 @@ mod tests {
     use std::sync::mpsc;
 
     use firn_host::Problem;
-    use firn_image::fixtures::{inventory, spec, uuid};
+    use firn_image::fixtures::{inventory, pods, spec, uuid};
     use serde_json::json;
 
     use super::*;
@@ -244,10 +244,9 @@ mod tests {
             let error = NewGrant::plan(spec, &node, wanted).unwrap_err();
             error.code().to_owned()
         };
-        let mut pod = spec(195, &[0]);
-        let annotations = pod.object_mut("annotations").unwrap();
-        annotations.insert("io.kubernetes.cri.container-type".into(), json!("container"));
-        assert_eq!(code(&pod, "1"), "FIRN-MOVE-POD");
+        for pod in pods(&spec(195, &[0])) {
+            assert_eq!(code(&pod, "1"), "FIRN-MOVE-POD", "{pod:?}");
+        }
         let mut all = spec(195, &[0]);
         let resources = all.object_mut("linux.resources").unwrap();
         resources.insert("devices".into(), json!([{"allow": true, "access": "rwm"}]));

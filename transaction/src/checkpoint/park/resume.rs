@@ -364,7 +364,7 @@ fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<
     }
     // A pod's author has no influence on who shares a GPU.
     let annotation = spec.annotation(names::ANNOTATION_GPU_BUSY);
-    match annotation.filter(|_| !spec.is_cri()) {
+    match annotation.filter(|_| spec.author().owns_node()) {
         None => Ok(effects.config.pause.gpu_busy),
         Some(word) => GpuBusy::of_word(word).ok_or_else(|| setting(names::ANNOTATION_GPU_BUSY, word).into()),
     }
