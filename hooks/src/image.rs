@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use firn_host::UnlessAbsent;
 use firn_image::criu;
 use firn_image::criu::Host;
 use firn_oci::Spec;
@@ -17,7 +18,13 @@ use crate::rights;
 pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
     rights::keep_reading()?;
     let spec = Spec::load(bundle)?;
-    let fault = criu::check(&spec, image, &Host::this()).err();
+    let root = bundle.join(spec.root_path().context("the spec has no root file system")?);
+    // What is not there has no links.
+    let host = match Host::before(&root).if_present() {
+        Ok(host) => host.unwrap_or_else(Host::this),
+        Err(error) => return Err(error).with_context(|| format!("cannot open {}", root.display())),
+    };
+    let fault = criu::check(&spec, image, &host).err();
     crate::answer(json!(fault))
 }
 
@@ -27,6 +34,7 @@ pub(crate) fn check_tasks(bundle: &Path, pids: &[&str]) -> Result<()> {
     let spec = Spec::load(bundle)?;
     let pids: Vec<i32> = pids.iter().map(|pid| pid.parse()).collect::<Result<_, _>>()?;
     let init = *pids.first().context("no process")?;
-    let fault = criu::check_made(&spec, init, &pids, &Host::this()).err();
+    let host = Host::of(init).context("cannot open the root file system of the container")?;
+    let fault = criu::check_made(&spec, init, &pids, &host).err();
     crate::answer(json!(fault))
 }

@@ -35,7 +35,9 @@ pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), Im
 /// Bind mounts of the container whose first process is `init` that are less restricted than its spec demands,
 /// because CRIU lost their flags, and the flags that they must have.
 pub fn loosened(spec: &Spec, init: i32) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
-    Ok(mounts::loosened(spec, &mounts_of(init)?.1)?)
+    let (name, entries) = mounts_of(init)?;
+    let host = Host::of(init).map_err(|error| ImageFault::unreadable(&name, &error))?;
+    mounts::loosened(spec, &entries, &host)
 }
 
 /// The name of the list, and the mounts.

@@ -28,9 +28,12 @@ mod wire;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use nix::fcntl::{OFlag, open};
+use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
 pub use self::connections::{Connections, Continued, close_connections};
@@ -40,8 +43,8 @@ pub use self::stopped::was_stopped;
 pub use self::unix_sockets::close_unix_sockets;
 use self::wire::{Message, WireError};
 use crate::dir::UntrustedDir;
-use firn_host::Problem;
 use firn_host::bounded::read_at_most;
+use firn_host::{Problem, in_root, mountinfo};
 use firn_oci::{Spec, SpecError};
 
 /// Largest file that is read: files of thousands of tasks and mounts stay below 1 MiB.
@@ -144,6 +147,11 @@ pub struct Host {
     pub exists: fn(&Path) -> bool,
     /// Number of the namespace that a path leads to.
     pub namespace: fn(&Path) -> Option<u64>,
+    /// The container's root file system, in which the places of the spec's mounts are looked up. Without it
+    /// they count as they are.
+    pub root: Option<OwnedFd>,
+    /// Numbers of the file systems that are mounted on this node. Empty where devices are another node's.
+    pub mounted: BTreeSet<u32>,
 }
 
 impl Host {
@@ -163,6 +171,40 @@ impl Host {
                 use std::os::unix::fs::MetadataExt;
                 path.metadata().ok().map(|file| file.ino())
             },
+            root: None,
+            mounted: BTreeSet::new(),
+        }
+    }
+
+    /// The node, for a container with this root file system that is to be made.
+    ///
+    /// # Errors
+    /// The directory cannot be opened.
+    pub fn before(root: &Path) -> io::Result<Self> {
+        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        Ok(Self {
+            root: Some(open(root, flags, Mode::empty())?),
+            ..Self::this()
+        })
+    }
+
+    /// The node, for the container that was made with this first process.
+    ///
+    /// # Errors
+    /// Its root directory cannot be opened, or the node's mounts cannot be read.
+    pub fn of(init: i32) -> io::Result<Self> {
+        let mounted = mountinfo::mounted()?;
+        Ok(Self {
+            mounted: firn_host::ordered::set_of(mounted.iter().filter_map(mounts::device)),
+            ..Self::before(Path::new(&format!("/proc/{init}/root")))?
+        })
+    }
+
+    /// Where a place of the spec is in the container.
+    fn place(&self, destination: &Path) -> io::Result<PathBuf> {
+        match &self.root {
+            Some(root) => in_root(root, destination),
+            None => Ok(destination.components().collect()),
         }
     }
 }

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use super::wire::{Message, WireError};
 use super::{Host, Image, ImageFault, clean, missing};
 use firn_host::mountinfo::MountEntry;
-use firn_oci::spec::SpecMount;
-use firn_oci::{Spec, SpecError};
+use firn_oci::Spec;
+use firn_oci::spec::{RESTRICTIONS, SpecMount};
 
 const MAGIC: u32 = 0x5556_3928;
 
@@ -33,15 +33,9 @@ const KINDS: [(&str, u32); 7] = [
     ("cgroup2", CGROUP2),
 ];
 
-/// Restrictions of a mount, as specs and as the kernel names them.
+/// Restrictions of a mount ([`RESTRICTIONS`]).
 const READ_ONLY: u32 = 1;
 const ALL_RESTRICTIONS: u32 = 0xf;
-const RESTRICTIONS: [(&str, &str, u32); 4] = [
-    ("ro", "rw", READ_ONLY),
-    ("nosuid", "suid", 2),
-    ("nodev", "dev", 4),
-    ("noexec", "exec", 8),
-];
 
 /// How mounts that are made elsewhere appear in one, as specs name it.
 const PRIVATE: [&str; 4] = ["private", "rprivate", "unbindable", "runbindable"];
@@ -75,7 +69,7 @@ pub(super) fn check(spec: &Spec, image: &Image, namespaces: &[u32], host: &Host)
         let mounts =
             mounts.ok_or_else(|| ImageFault::malformed(&name, "a path that is relative or climbs"))?;
         if !spec.may_mount() {
-            compare(&name, Known::of(spec)?, mounts, host)?;
+            compare(&name, Known::of(spec, host)?, mounts, host)?;
         }
     }
     Ok(())
@@ -92,21 +86,25 @@ pub(super) fn check_made(
     if spec.may_mount() {
         return Ok(());
     }
-    let known = Known::of(spec)?;
+    let known = Known::of(spec, host)?;
     let mounts = entries.iter().map(|entry| made(entry, &known)).collect();
     compare(name, known, mounts, host)
 }
 
 /// Flags of bind mounts that have to be set again. If another mount has the same source and flags, CRIU loses
 /// all flags of the second: it takes it for the first, which it does not bind again.
-pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathBuf, u32)>, SpecError> {
+pub(super) fn loosened(
+    spec: &Spec,
+    entries: &[MountEntry],
+    host: &Host,
+) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
     /// noatime, nodiratime, relatime: they are lost where a new mount does not name them.
     const TIMES: [(&str, u32); 3] = [
         ("noatime", 1 << 10),
         ("nodiratime", 1 << 11),
         ("relatime", 1 << 21),
     ];
-    let known = Known::of(spec)?;
+    let known = Known::of(spec, host)?;
     let mut all = Vec::new();
     for entry in entries {
         let of_spec = known.last_at(&entry.mount_point);
@@ -114,7 +112,7 @@ pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathB
             continue;
         };
         let found = made(entry, &known).flags;
-        let wanted = found | restrictions(of_spec);
+        let wanted = found | of_spec.restrictions();
         if wanted != found {
             let has = |option: &str| entry.options.split(',').any(|word| word == option);
             let times = TIMES.iter().filter(|(name, _)| has(name));
@@ -123,16 +121,6 @@ pub(super) fn loosened(spec: &Spec, entries: &[MountEntry]) -> Result<Vec<(PathB
         }
     }
     Ok(all)
-}
-
-/// How the spec restricts a mount.
-fn restrictions(of_spec: &SpecMount) -> u32 {
-    let is_set = |(set, unset, _): &&(&str, &str, u32)| {
-        let is_word = |word: &&String| [*set, *unset].contains(&&***word) || **word == format!("r{set}");
-        let last = of_spec.options.iter().rev().find(is_word);
-        last.is_some_and(|word| word != unset)
-    };
-    RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
 }
 
 /// Whether the spec demands that no mount from elsewhere appears in this one. Without an option for it, the
@@ -156,13 +144,16 @@ fn kind_of(name: &str) -> Option<u32> {
     kind.map(|(_, kind)| *kind)
 }
 
+/// The number of its file system, as CRIU writes it.
+pub(super) fn device(entry: &MountEntry) -> Option<u32> {
+    let (major, minor) = entry.device.split_once(':')?;
+    let (major, minor): (u32, u32) = (major.parse().ok()?, minor.parse().ok()?);
+    Some(major << 20 | minor)
+}
+
 fn made(entry: &MountEntry, known: &Known) -> Mount {
     let has = |option: &str| entry.options.split(',').any(|word| word == option);
     let flags = RESTRICTIONS.iter().filter(|(set, ..)| has(set));
-    let numbers = entry.device.split_once(':').and_then(|(major, minor)| {
-        let (major, minor): (u32, u32) = (major.parse().ok()?, minor.parse().ok()?);
-        Some(major << 20 | minor)
-    });
     let point = &entry.mount_point;
     let is_bind = |of_spec: &SpecMount| of_spec.destination == *point && of_spec.is_bind();
     let is_null = entry.root.ends_with("null");
@@ -176,7 +167,7 @@ fn made(entry: &MountEntry, known: &Known) -> Mount {
     Mount {
         kind: kind_of(&entry.fs_type).unwrap_or(OTHER),
         id: entry.id,
-        device: numbers.unwrap_or_default(),
+        device: device(entry).unwrap_or_default(),
         parent: entry.parent,
         flags: flags.map(|(.., flag)| flag).sum(),
         propagates: entry.propagates,
@@ -214,7 +205,10 @@ fn read(message: &Message<'_>) -> Result<Option<Mount>, WireError> {
 
 /// What the spec has for mount points.
 struct Known {
+    /// With the destinations that they have in the container, where links lead elsewhere.
     mounts: Vec<SpecMount>,
+    /// By that destination: the last mount's as the spec names it. The runtime hands it to CRIU by this name.
+    given: BTreeMap<PathBuf, PathBuf>,
     devices: Vec<PathBuf>,
     masked: Vec<PathBuf>,
     read_only: Vec<PathBuf>,
@@ -222,15 +216,22 @@ struct Known {
 }
 
 impl Known {
-    fn of(spec: &Spec) -> Result<Self, SpecError> {
+    fn of(spec: &Spec, host: &Host) -> Result<Self, ImageFault> {
         let mut mounts = spec.mounts()?;
+        let mut given = BTreeMap::new();
         for mount in &mut mounts {
-            mount.destination = mount.destination.components().collect();
+            let named: PathBuf = mount.destination.components().collect();
+            let placed = host.place(&named);
+            mount.destination = placed.map_err(|error| {
+                ImageFault::unreadable(&format!("the place {} in the root", named.display()), &error)
+            })?;
+            given.insert(mount.destination.clone(), named);
         }
         let mut devices: Vec<PathBuf> = DEVICES.iter().map(|name| Path::new("/dev").join(name)).collect();
         devices.extend(spec.devices()?.into_iter().map(|device| device.node.path));
         Ok(Self {
             mounts,
+            given,
             devices,
             masked: spec.masked_paths(),
             read_only: spec.read_only_paths(),
@@ -334,7 +335,10 @@ impl Checked<'_> {
         let kind = kind_of(&of_spec.kind);
         let is_cgroup = |kind| matches!(kind, CGROUP | CGROUP2);
         let is_same = match &mount.external {
-            Some(key) => Path::new(key).components().collect::<PathBuf>() == point,
+            Some(key) => {
+                let key: PathBuf = Path::new(key).components().collect();
+                key == point || self.known.given.get(point) == Some(&key)
+            }
             // An empty one shows less than what the spec binds there.
             None if of_spec.is_bind() => self.is_alone(mount),
             None => {
@@ -352,7 +356,7 @@ impl Checked<'_> {
             // runc leaves it writable, whatever the spec sets. The hierarchies in it are not.
             return Ok(());
         }
-        if restrictions(of_spec) & !mount.flags != 0 {
+        if of_spec.restrictions() & !mount.flags != 0 {
             return Err((point, "less restricted", "ro, nosuid, nodev or noexec there"));
         }
         if mount.propagates && is_private(of_spec) {
@@ -388,8 +392,8 @@ impl Checked<'_> {
             }
     }
 
-    /// A tmpfs, or a part of one, of which nothing is mounted that the container has from outside; or a part
-    /// of the root.
+    /// A tmpfs, or a part of one, of which nothing is mounted that the container or this node has from
+    /// outside; or a part of the root.
     fn is_alone(&self, mount: &Mount) -> bool {
         let same = || self.mounts.iter().filter(|other| other.device == mount.device);
         let of_root = |root: &Mount| {
@@ -398,7 +402,8 @@ impl Checked<'_> {
                 && (!self.known.read_only_root || mount.flags & READ_ONLY != 0)
         };
         let is_inner = |other: &Mount| other.kind == TMPFS && (other.external.is_none() || is_null(other));
-        mount.external.is_none() && (same().all(is_inner) || same().any(of_root))
+        let is_own = !self.host.mounted.contains(&mount.device) && same().all(is_inner);
+        mount.external.is_none() && (is_own || same().any(of_root))
     }
 
     /// A path that the spec hides or makes read-only is so, if the container can see it.

@@ -303,6 +303,8 @@ fn host() -> Host {
         oom_score_adj: 0,
         exists: |path| path != Path::new("/proc/absent"),
         namespace: |path| Some(u64::from(path.starts_with("/proc/self/ns"))),
+        root: None,
+        mounted: [].into(),
     }
 }
 

@@ -47,6 +47,8 @@ fn compared(namespace: Namespace, dirs: &[&str], sets: &[Set], of_init: u32) -> 
         oom_score_adj: 0,
         exists: |_| true,
         namespace: |_| None,
+        root: None,
+        mounted: [].into(),
     };
     let dir = |name: &&str| Dir {
         name: (*name).to_owned(),

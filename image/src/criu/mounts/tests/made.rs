@@ -120,7 +120,7 @@ fn bind_mounts_get_back_the_restrictions_that_they_have_lost() {
     );
     assert_eq!(entries.len(), 8);
     assert_eq!(
-        loosened(&Spec::from(spec), &entries).unwrap(),
+        loosened(&Spec::from(spec), &entries, &host()).unwrap(),
         [
             ("/less".into(), 3 | NOATIME | NODIRATIME),
             ("/none".into(), ALL | RELATIME),
