@@ -1,8 +1,8 @@
 //! A checkpoint that is an image in containerd's content store, unpacked as an archive of the kubelet is.
 //!
 //! It is hostile: whoever pushes to a registry has made it. Every blob is compared with its digest. Nothing
-//! but regular files is written, by names directly in two places, into a directory that is made for it; the
-//! sum of their sizes has a limit. This process gives up its rights first, and the files of the host.
+//! but regular files is written, by names directly in two places, into a directory that is made for it; what
+//! comes out of the archive has a limit. This process gives up its rights first, and the files of the host.
 //!
 //! | who made it | what it is |
 //! |---|---|
@@ -20,11 +20,10 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use firn_config::names;
 use flate2::bufread::MultiGzDecoder;
-use nix::sys::resource::{Resource, setrlimit};
-use nix::sys::statvfs::statvfs;
 use serde::Deserialize;
 use tar::Archive;
 
+use crate::cap::{Cap, ENTRY, limit_process};
 use crate::rights;
 use blobs::{Blob, Descriptor, Store};
 
@@ -42,10 +41,6 @@ const OF_ARCHIVES: [&str; 2] = [
 ];
 /// Largest index or manifest that is read, as containerd limits it.
 const MAX_LIST: u64 = 8 << 20;
-/// The archive's headers may request any amount of memory.
-const MEMORY: u64 = 1 << 30;
-/// What an entry of an archive costs in addition to its bytes.
-const ENTRY: u64 = 4096;
 
 /// An index or a manifest of OCI.
 #[derive(Default, Deserialize)]
@@ -67,19 +62,14 @@ enum Parts {
     Archive(Descriptor),
 }
 
-/// Unpacks the image into a directory that this makes. With `cap` 0 it may take half of what is free.
-pub fn unpack(store: &Path, digest: &str, dir: &Path, cap: &str) -> Result<()> {
+/// Unpacks the image into a directory that this makes. With `cap` 0 it may take half of what is free. Returns
+/// how many bytes are left of the cap.
+pub fn unpack(store: &Path, digest: &str, dir: &Path, cap: &str) -> Result<u64> {
     let store = Store::new(store);
     let parts = parts(&store, digest)?;
     let made = DirBuilder::new().mode(0o700).create(dir);
     made.with_context(|| format!("cannot make {}", dir.display()))?;
-    let left = match cap.parse().context("no size")? {
-        0 => {
-            let found = statvfs(dir).context("cannot find out how much is free")?;
-            found.blocks_available().saturating_mul(found.fragment_size()) / 2
-        }
-        cap => cap,
-    };
+    let cap = Cap::of(cap, dir)?;
     let blobs = match parts {
         Parts::Apart(image, layer) => {
             let layer = layer.map(|layer| store.open(&layer)).transpose()?;
@@ -90,15 +80,16 @@ pub fn unpack(store: &Path, digest: &str, dir: &Path, cap: &str) -> Result<()> {
     chroot(dir).with_context(|| format!("cannot enter {}", dir.display()))?;
     std::env::set_current_dir("/").context("cannot enter the new directory")?;
     rights::keep_writing()?;
-    setrlimit(Resource::RLIMIT_AS, MEMORY, MEMORY).context("cannot limit the memory")?;
-    let mut target = Target {
+    limit_process()?;
+    let target = Target {
         root: PathBuf::from("/"),
-        left,
+        cap,
     };
     match blobs {
-        (archive, None) => target.archive(archive),
-        (image, Some(layer)) => target.apart(image, layer),
+        (archive, None) => target.archive(archive)?,
+        (image, Some(layer)) => target.apart(image, layer)?,
     }
+    Ok(target.cap.left())
 }
 
 fn parts(store: &Store, digest: &str) -> Result<Parts> {
@@ -133,11 +124,11 @@ fn only<'a>(mut of: impl Iterator<Item = &'a Descriptor>) -> Result<Option<Descr
 /// Where the files go, and how many bytes they may have.
 struct Target {
     root: PathBuf,
-    left: u64,
+    cap: Cap,
 }
 
 impl Target {
-    fn apart(&mut self, image: Blob, layer: Option<Blob>) -> Result<()> {
+    fn apart(&self, image: Blob, layer: Option<Blob>) -> Result<()> {
         self.directory(names::ARCHIVE_IMAGE)?;
         self.untar(image, |path| match path {
             [name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
@@ -147,11 +138,12 @@ impl Target {
             return Ok(());
         };
         // It stays as it is: who unpacks it knows its form.
+        self.cap.take(layer.size())?;
         self.file(Path::new(names::ARCHIVE_LAYER), layer.size(), &mut layer)?;
         layer.finish()
     }
 
-    fn archive(&mut self, archive: Blob) -> Result<()> {
+    fn archive(&self, archive: Blob) -> Result<()> {
         self.directory(names::ARCHIVE_IMAGE)?;
         self.untar(archive, |path| match path {
             [names::ARCHIVE_IMAGE, name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
@@ -162,14 +154,14 @@ impl Target {
 
     /// Unpacks the regular files of an archive that `place` has a place for. Others have none in an image
     /// directory; next to it in an archive they are reports.
-    fn untar(&mut self, blob: Blob, place: fn(&[&str]) -> Option<PathBuf>) -> Result<()> {
+    fn untar(&self, blob: Blob, place: fn(&[&str]) -> Option<PathBuf>) -> Result<()> {
         let mut source = BufReader::new(blob);
-        let mut archive = Archive::new(decompressed(&mut source)?);
+        let mut archive = Archive::new(self.cap.reader(decompressed(&mut source)?));
         for entry in archive.entries().context("it is no archive")? {
             let mut entry = entry.context("it is no archive")?;
             let path = entry.path()?.into_owned();
             let shown = || format!("{} of the archive", path.display());
-            self.take(ENTRY).with_context(shown)?;
+            self.cap.take(ENTRY).with_context(shown)?;
             let Some(place) = place(&parts_of(&path).with_context(shown)?) else {
                 continue;
             };
@@ -190,20 +182,13 @@ impl Target {
         made.with_context(|| format!("cannot make {name}"))
     }
 
-    fn file(&mut self, place: &Path, size: u64, from: &mut impl Read) -> Result<()> {
-        self.take(size)?;
+    fn file(&self, place: &Path, size: u64, from: &mut impl Read) -> Result<()> {
         let mut options = OpenOptions::new();
         let options = options.write(true).create_new(true).mode(0o600);
         let opened = options.open(self.root.join(place));
         let mut to = opened.with_context(|| format!("cannot make {}", place.display()))?;
         let written = io::copy(&mut from.take(size), &mut to).context("cannot write it")?;
         ensure!(written == size, "it has {written} bytes instead of {size}");
-        Ok(())
-    }
-
-    fn take(&mut self, size: u64) -> Result<()> {
-        let left = self.left.checked_sub(size);
-        self.left = left.context("the checkpoint has more bytes than images may have here")?;
         Ok(())
     }
 }

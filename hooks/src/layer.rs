@@ -1,8 +1,9 @@
 //! The files that a container had written before its checkpoint, for a copy that gets them from an archive.
 //!
 //! The archive is a layer as OCI images have them, of the container's own root file system; its content is
-//! hostile. It is unpacked from within the new root file system, which no path and no link leads out of.
-//! Device nodes are left out: the archive gives no right to a device.
+//! hostile. It is unpacked from within the new root file system, which no path and no link leads out of, as
+//! far as it takes no more than a given number of bytes. Device nodes are left out: the archive gives no
+//! right to a device.
 
 mod kept;
 
@@ -18,7 +19,6 @@ use anyhow::{Context, Result, bail, ensure};
 use firn_host::reopen_regular;
 use flate2::bufread::MultiGzDecoder;
 use nix::fcntl::{OFlag, open};
-use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 use rustix::fs::{XattrFlags, lsetxattr};
@@ -26,6 +26,7 @@ use tar::{Archive, Entry, EntryType};
 
 pub use kept::keep;
 
+use crate::cap::{Cap, ENTRY, limit_process};
 use crate::rights;
 
 /// The name of an entry that removes the file of the rest of its name.
@@ -34,14 +35,13 @@ const REMOVED: &[u8] = b".wh.";
 const EMPTIED: &[u8] = b".wh..wh..opq";
 /// Before the name of an extended attribute.
 const ATTRIBUTE: &str = "SCHILY.xattr.";
-/// The archive's headers may request any amount of memory.
-const MEMORY: u64 = 1 << 30;
 /// An archive ends with a block of zeros.
 const BLOCK: u64 = 512;
 
-/// Unpacks the archive into the root file system, and returns how many device nodes were left out. This
-/// process is in that root file system afterwards, with a part of its rights.
-pub fn apply(root: &Path, archive: &Path) -> Result<usize> {
+/// Unpacks the archive into the root file system, and returns how many device nodes were left out. It may
+/// take `cap` bytes there, with 0 half of what is free. This process is in that root file system afterwards,
+/// with a part of its rights.
+pub fn apply(root: &Path, archive: &Path, cap: &str) -> Result<usize> {
     let opened = || {
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         reopen_regular(open(archive, flags, Mode::empty())?)
@@ -50,8 +50,9 @@ pub fn apply(root: &Path, archive: &Path) -> Result<usize> {
     chroot(root).with_context(|| format!("cannot enter {}", root.display()))?;
     std::env::set_current_dir("/").context("cannot enter the root file system")?;
     rights::keep_writing()?;
-    setrlimit(Resource::RLIMIT_AS, MEMORY, MEMORY).context("cannot limit the memory")?;
-    let unpacked = decompressed(BufReader::new(file)).and_then(|source| unpack(source, Path::new("/")));
+    limit_process()?;
+    let cap = Cap::of(cap, Path::new("/"))?;
+    let unpacked = decompressed(BufReader::new(file)).and_then(|source| unpack(source, Path::new("/"), &cap));
     unpacked.with_context(|| format!("cannot unpack {}", archive.display()))
 }
 
@@ -63,7 +64,8 @@ fn decompressed<'a>(mut source: impl BufRead + 'a) -> Result<Box<dyn Read + 'a>>
     })
 }
 
-fn unpack(source: impl Read, root: &Path) -> Result<usize> {
+fn unpack(source: impl Read, root: &Path, cap: &Cap) -> Result<usize> {
+    let source = cap.reader(source);
     let (mut devices, mut written) = (0, HashSet::new());
     let mut archive = Archive::new(Ended { source, zeros: 0 });
     archive.set_preserve_permissions(true);
@@ -71,6 +73,7 @@ fn unpack(source: impl Read, root: &Path) -> Result<usize> {
     archive.set_overwrite(true);
     for entry in archive.entries()? {
         let mut entry = entry?;
+        cap.take(ENTRY)?;
         // Order matters: what follows a record that is not understood may look like another one, with a path.
         for extension in entry.pax_extensions()?.into_iter().flatten() {
             extension.context("an entry has attributes that are not understood")?;
@@ -275,6 +278,63 @@ mod tests {
         builder.into_inner().unwrap()
     }
 
+    fn plenty() -> Cap {
+        Cap::new(1 << 30)
+    }
+
+    /// A few KiB of an archive that would be a few MiB of files, of what is skipped, of names.
+    #[test]
+    fn a_small_archive_takes_no_more_than_it_may() {
+        let zeros = "\0".repeat(4 << 20);
+        let names: Vec<String> = (0..600).map(|n| format!("file-{n}")).collect();
+        let names: Vec<_> = names.iter().map(|name| (&**name, FILE, "")).collect();
+        for (what, entries) in [
+            ("a file", &[("bomb", FILE, &*zeros)][..]),
+            ("what is left out", &[("node", EntryType::Char, &*zeros)]),
+            ("what removes a file", &[(".wh.bomb", FILE, &*zeros)]),
+            ("names", &names),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut compressed = GzEncoder::new(Vec::new(), Compression::best());
+            compressed.write_all(&layer(entries)).unwrap();
+            let bomb = compressed.finish().unwrap();
+            assert!(bomb.len() < 64 << 10, "{what}: {}", bomb.len());
+            let applied = |cap: u64| unpack(decompressed(&*bomb).unwrap(), dir.path(), &Cap::new(cap));
+            let error = format!("{:#}", applied(2 << 20).unwrap_err());
+            assert!(
+                error.contains("more bytes than images may have"),
+                "{what}: {error}"
+            );
+            let written: u64 = fs::read_dir(dir.path())
+                .unwrap()
+                .map(|entry| entry.unwrap().metadata().unwrap().len())
+                .sum();
+            assert!(written <= 2 << 20, "{what}: {written}");
+            applied(8 << 20).unwrap();
+        }
+    }
+
+    /// Its holes cost nothing: they are not written.
+    #[test]
+    fn a_sparse_file_is_charged_by_what_is_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let file = fs::File::create(at("sparse")).unwrap();
+        file.set_len(1 << 30).unwrap();
+        std::os::unix::fs::FileExt::write_at(&file, &[7; 4096], 512 << 20).unwrap();
+        fs::create_dir(at("root")).unwrap();
+        let tar = Command::new("tar")
+            .current_dir(dir.path())
+            .args(["--create", "--sparse", "--file", "layer.tar", "sparse"])
+            .status();
+        assert!(tar.unwrap().success());
+        let archive = fs::File::open(at("layer.tar")).unwrap();
+        let cap = Cap::new(1 << 20);
+        assert_eq!(unpack(archive, &at("root"), &cap).unwrap(), 0);
+        let made = fs::metadata(at("root/sparse")).unwrap();
+        assert!(made.len() == 1 << 30 && made.blocks() < 1024, "{made:?}");
+    }
+
     #[test]
     fn a_layer_adds_replaces_and_removes() {
         let dir = tempfile::tempdir().unwrap();
@@ -298,7 +358,10 @@ mod tests {
         let mut compressed = GzEncoder::new(Vec::new(), Compression::fast());
         compressed.write_all(&layer).unwrap();
         let layer = compressed.finish().unwrap();
-        assert_eq!(unpack(decompressed(&*layer).unwrap(), dir.path()).unwrap(), 1);
+        assert_eq!(
+            unpack(decompressed(&*layer).unwrap(), dir.path(), &plenty()).unwrap(),
+            1
+        );
         assert_eq!(fs::read_to_string(at("kept/new")).unwrap(), "written");
         let written = fs::metadata(at("kept/new")).unwrap();
         assert_eq!((written.mode() & 0o777, written.uid()), (0o640, 1000));
@@ -323,13 +386,13 @@ mod tests {
             "a/.wh...",
         ] {
             assert!(
-                unpack(&*layer(&[(path, FILE, "taken")]), &root).is_err(),
+                unpack(&*layer(&[(path, FILE, "taken")]), &root, &plenty()).is_err(),
                 "{path}"
             );
             assert_eq!(fs::read_to_string(dir.path().join("outside")).unwrap(), "kept");
         }
         let whole = layer(&[("first", FILE, "1"), ("second", FILE, "2")]);
-        let cut = unpack(&whole[..1024], &root).unwrap_err();
+        let cut = unpack(&whole[..1024], &root, &plenty()).unwrap_err();
         assert_eq!(cut.to_string(), "the archive has no end");
     }
 
@@ -337,7 +400,8 @@ mod tests {
     #[ignore = "no test: the next one runs it"]
     fn unpack_in_a_process_of_its_own() {
         let dir = PathBuf::from(std::env::var_os("DIR").unwrap());
-        apply(&dir.join("root"), &dir.join("layer.tar")).unwrap();
+        let cap = std::env::var("CAP").unwrap_or("0".to_owned());
+        apply(&dir.join("root"), &dir.join("layer.tar"), &cap).unwrap();
     }
 
     #[test]
@@ -383,6 +447,16 @@ mod tests {
         assert!(!apply("hard link"));
         fs::write(at("layer.tar"), layer(&[("good", FILE, "written")])).unwrap();
         assert!(apply("good"));
+        // The argument counts: the archive has more than a block.
+        let exe = std::env::current_exe().unwrap();
+        let test = "layer::tests::unpack_in_a_process_of_its_own";
+        let run = Command::new(exe)
+            .args(["--exact", test, "--ignored"])
+            .env("DIR", dir.path())
+            .env("CAP", "512")
+            .output()
+            .unwrap();
+        assert!(!run.status.success());
         assert_eq!(fs::read_to_string(at("root/good")).unwrap(), "written");
         fs::rename(at("layer.tar"), at("elsewhere.tar")).unwrap();
         symlink("elsewhere.tar", at("layer.tar")).unwrap();

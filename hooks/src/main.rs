@@ -13,6 +13,7 @@ macro_rules! report {
 }
 
 mod call;
+mod cap;
 mod checkpoint_image;
 mod convert;
 mod image;
@@ -70,12 +71,13 @@ run by the shim; results are JSON on standard output:
   memory             copies memory of stopped processes: reads what to copy as JSON
                      from standard input
   replay BUNDLE      makes what createContainer hooks make, for a restore
-  apply-layer ROOT ARCHIVE
-                     unpacks the files that a container had written; prints how
-                     many device nodes were left out
+  apply-layer ROOT ARCHIVE CAP
+                     unpacks the files that a container had written, at most so
+                     many bytes; prints how many device nodes were left out
   unpack-image STORE DIGEST DIR CAP
                      unpacks a checkpoint that is an image in containerd's content
-                     store into a new directory, at most so many bytes
+                     store into a new directory, at most so many bytes; prints
+                     how many of them are left
   keep-layer BUNDLE ARCHIVE
                      archives the files that the container has written
   check-image BUNDLE IMAGE
@@ -132,9 +134,11 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
         ["end-call"] => call::end(),
         ["library-dirs"] => convert::library_dirs(),
         ["memory"] => memory::run(),
-        ["apply-layer", root, archive] => layer::apply(Path::new(root), Path::new(archive)).and_then(answer),
+        ["apply-layer", root, archive, cap] => {
+            layer::apply(Path::new(root), Path::new(archive), cap).and_then(answer)
+        }
         ["unpack-image", store, digest, dir, cap] => {
-            checkpoint_image::unpack(Path::new(store), digest, Path::new(dir), cap)
+            checkpoint_image::unpack(Path::new(store), digest, Path::new(dir), cap).and_then(answer)
         }
         ["keep-layer", bundle, archive] => layer::keep(Path::new(bundle), Path::new(archive)),
         ["replay", bundle] => replay::run(Path::new(bundle)),

@@ -200,6 +200,7 @@ mod tests {
 
     use super::super::unpack;
     use super::*;
+    use crate::cap::Cap;
 
     #[test]
     fn what_was_written_and_removed_is_the_same_after_it_was_unpacked() {
@@ -224,7 +225,7 @@ mod tests {
 
         let mut archive = Vec::new();
         write(dir.path(), &mut archive).unwrap();
-        assert_eq!(unpack(&*archive, root.path()).unwrap(), 0);
+        assert_eq!(unpack(&*archive, root.path(), &Cap::new(1 << 40)).unwrap(), 0);
         let (file, other) = (
             fs::metadata(old("dir/deep/file")).unwrap(),
             fs::metadata(old("dir/other name")).unwrap(),
@@ -252,7 +253,7 @@ mod tests {
         set(&file, "user.mine", b"\x00=bytes");
         let mut archive = Vec::new();
         write(dir.path(), &mut archive).unwrap();
-        unpack(&*archive, root.path()).unwrap();
+        unpack(&*archive, root.path(), &Cap::new(1 << 40)).unwrap();
         let mut value = [0; 32];
         let length = lgetxattr(root.path().join("file"), "user.mine", &mut value).unwrap();
         assert_eq!(&value[..length], b"\x00=bytes");
@@ -275,7 +276,7 @@ mod tests {
         archive.append_pax_extensions([attribute]).unwrap();
         marker(&mut archive, Path::new("file")).unwrap();
         let archive = archive.into_inner().unwrap();
-        let error = unpack(&*archive, root.path()).unwrap_err();
+        let error = unpack(&*archive, root.path(), &Cap::new(1 << 40)).unwrap_err();
         assert!(
             error.to_string().contains("attributes that are not understood"),
             "{error:#}"

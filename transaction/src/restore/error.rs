@@ -49,7 +49,7 @@ pub enum Refusal {
     #[error("cannot unpack {layer}, the files that the container had written: {output}")]
     #[problem(
         "FIRN-RESTORE-FROM",
-        "see that the archive is complete and that the disk is not full"
+        "see that the archive is complete and that the disk is not full: image-cap under [restore] limits it"
     )]
     Layer { layer: PathBuf, output: String },
     #[error("cannot read the node's GPUs")]

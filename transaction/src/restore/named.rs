@@ -45,6 +45,8 @@ pub struct Named {
     pub image: PathBuf,
     /// The layer with the files that the container had written.
     pub layer: Option<PathBuf>,
+    /// Most bytes that this layer may take; none: half of what is free.
+    pub cap: Option<u64>,
 }
 
 impl Named {
@@ -76,6 +78,8 @@ impl Named {
         let config = configured();
         let mut command = Command::new(find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?);
         command.arg("apply-layer").arg(bundle.join("rootfs")).arg(layer);
+        // What is used up is not what has no bound.
+        command.arg(self.cap.map_or(0, |cap| cap.max(1)).to_string());
         let done = compare::printed(&mut command, config.deadlines.verify, reaper);
         let done = cancel.unless_cancelled(done).await.ok_or(Refusal::Killed)?;
         let devices = done.map_err(|output| Refusal::Layer {
@@ -200,6 +204,7 @@ impl Wish {
     /// longer waits for the container.
     pub async fn find(&self, node: Node<'_>) -> Result<Named, Refusal> {
         let restore = &node.config.restore;
+        let cap = restore.image_cap;
         let (name, from) = match &self.source {
             Source::Directory(name) => (name.clone(), restore.from_dir.clone()),
             Source::Store(name) => {
@@ -209,11 +214,11 @@ impl Wish {
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
             Source::Pod(link) => {
                 let link = link.clone();
-                return node.look(move || in_directory(link, String::new())).await;
+                return node.look(move || in_directory(link, String::new(), cap)).await;
             }
         };
         let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
-        let found = node.look(move || in_directories(&name, &namespace, from, by_signature));
+        let found = node.look(move || in_directories(&name, &namespace, from, by_signature, cap));
         match found.await? {
             (named, Permit::Namespace) => Ok(named),
             (named, Permit::Signature) => node.signed(named, &self.namespace).await,
@@ -263,6 +268,7 @@ fn in_directories(
     namespace: &str,
     from: Option<PathBuf>,
     by_signature: bool,
+    cap: Option<u64>,
 ) -> Result<(Named, Permit), NameError> {
     let not_allowed = || NameError::NotAllowed {
         name: name.to_owned(),
@@ -282,7 +288,7 @@ fn in_directories(
             continue;
         }
         // A name may be a link: the operator made it. What is in the directory may come from an archive.
-        match in_directory(dir.join(name), String::new()) {
+        match in_directory(dir.join(name), String::new(), cap) {
             Err(NameError::Absent { path }) => drop(absent.get_or_insert(path)),
             found => return Ok((found?, permit)),
         }
@@ -290,12 +296,13 @@ fn in_directories(
     Err(absent.map_or_else(not_allowed, |path| NameError::Absent { path }))
 }
 
-fn in_directory(path: PathBuf, origin: String) -> Result<Named, NameError> {
+fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named, NameError> {
     if look(&path.join(INVENTORY))?.is_some_and(|found| found.is_file()) {
         return Ok(Named {
             origin,
             image: path,
             layer: None,
+            cap,
         });
     }
     let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
@@ -310,7 +317,12 @@ fn in_directory(path: PathBuf, origin: String) -> Result<Named, NameError> {
             return Err(NameError::Unreadable { path: layer, reason });
         }
     };
-    Ok(Named { origin, image, layer })
+    Ok(Named {
+        origin,
+        image,
+        layer,
+        cap,
+    })
 }
 
 /// What is there itself, also if it is a link.

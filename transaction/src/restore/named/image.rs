@@ -88,14 +88,17 @@ async fn unpack(image: &str, found: &FoundImage, node: Node<'_>) -> Result<Named
         .arg(config.restore.image_cap.unwrap_or(0).to_string());
     let printed = compare::printed(&mut command, config.deadlines.verify, node.reaper);
     let printed = node.cancel.unless_cancelled(printed).await;
-    printed
+    let left = printed
         .ok_or(Refusal::Killed)?
         .map_err(|output| NameError::Unpack {
             image: image.to_owned(),
             output,
         })?;
+    let left = String::from_utf8_lossy(&left).trim().parse().ok();
+    // Without a bound the half of what is free then.
+    let cap = config.restore.image_cap.map(|_| left.unwrap_or(0));
     let origin = format!("image {image} ({})", found.digest);
-    node.look(move || in_directory(dir, origin)).await
+    node.look(move || in_directory(dir, origin, cap)).await
 }
 
 /// Removes what was unpacked for the container of this bundle, if anything was.

@@ -223,7 +223,8 @@ fn found(wish: &Wish, config: &Config) -> Result<Named, NameError> {
     match &wish.source {
         Source::Directory(name) => {
             let from = config.restore.from_dir.clone();
-            in_directories(name, &wish.namespace, from, false).map(|(named, _)| named)
+            in_directories(name, &wish.namespace, from, false, config.restore.image_cap)
+                .map(|(named, _)| named)
         }
         source => panic!("{source:?}"),
     }
@@ -239,6 +240,7 @@ fn the_operator_allows_namespaces_by_directories() {
     let refused = |config: &Config| found(&wish, config).unwrap_err();
     assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
     config.restore.from_dir = Some(root.path().to_owned());
+    config.restore.image_cap = Some(7);
     assert!(matches!(refused(&config), NameError::NotAllowed { .. }));
     let dir = root.path().join("ml/warm");
     fs::create_dir(root.path().join("ml")).unwrap();
@@ -258,6 +260,7 @@ fn the_operator_allows_namespaces_by_directories() {
             origin: String::new(),
             image: image.clone(),
             layer: layer.map(|name| dir.join(name)),
+            cap: Some(7),
         })
     };
     assert_eq!(found(&wish, &config), named(None));
@@ -271,6 +274,7 @@ fn the_operator_allows_namespaces_by_directories() {
         origin: String::new(),
         image: dir.clone(),
         layer: None,
+        cap: Some(7),
     };
     assert_eq!(found(&wish, &config), Ok(whole));
     // Another namespace's pod names nothing of this one.
