@@ -88,21 +88,28 @@ fn options_below(init: &Init, dir: &Path) -> Vec<(PathBuf, Vec<String>)> {
     below
 }
 
-/// Behind a link in the container's files a mount is as restricted as the spec has it, and made once.
-#[test]
-fn late_mounts_have_their_flags_wherever_they_lead() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = |name: &str| dir.path().join(name);
+/// A source with a mount in it, and places in a container's files, some of them behind links.
+fn laid(dir: &Path) -> [Mounted; 2] {
+    let path = |name: &str| dir.join(name);
     for name in ["source/below", "run/secrets/token", "plain", "nested/a"] {
         fs::create_dir_all(path(name)).unwrap();
     }
     fs::create_dir_all(path("var")).unwrap();
     symlink(path("run"), path("var/run")).unwrap();
     symlink("../../../../../../../../../../../../etc", path("var/out")).unwrap();
-    let source = path("source");
-    let host = Mounted::tmpfs(&source);
+    let host = Mounted::tmpfs(&path("source"));
     fs::create_dir(path("source/below")).unwrap();
     let below = Mounted::tmpfs(&path("source/below"));
+    [below, host]
+}
+
+/// Behind a link in the container's files a mount is as restricted as the spec has it, and made once.
+#[test]
+fn late_mounts_have_their_flags_wherever_they_lead() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let _mounted = laid(dir.path());
+    let source = path("source");
     let init = Init::start();
     let bind = |at: &str, options: &str| {
         let options: Vec<&str> = options.split(',').collect();
@@ -156,7 +163,6 @@ fn late_mounts_have_their_flags_wherever_they_lead() {
         here.iter().all(|mount| mount.options.starts_with("rw")),
         "{here:?}"
     );
-    drop((below, host));
 }
 
 /// A file system of this test.

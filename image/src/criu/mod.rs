@@ -167,9 +167,10 @@ impl Host {
             oom_score_adj: read("/proc/self/oom_score_adj").trim().parse().unwrap_or(0),
             exists: Path::exists,
             namespace: |path| {
-                #[expect(clippy::disallowed_methods, reason = "all namespaces are on one device")]
                 use std::os::unix::fs::MetadataExt;
-                path.metadata().ok().map(|file| file.ino())
+                #[expect(clippy::disallowed_methods, reason = "all namespaces are on one device")]
+                let number = path.metadata().ok().map(|file| file.ino());
+                number
             },
             root: None,
             mounted: BTreeSet::new(),
