@@ -50,8 +50,8 @@ impl Keys {
     pub const CRIU: Self = Self(&["criu", "deadlines"]);
     /// CDI files.
     pub const CDI: Self = Self(&["worker", "deadlines", "create.cdi-dirs"]);
-    /// The node's store.
-    pub const STORE: Self = Self(&["images", "restore.from-dir"]);
+    /// The node's store, and the directories with checkpoints that may need what is in it.
+    pub const STORE: Self = Self(&["images", "restore.from-dir", "checkpoint.rescue-dir"]);
     /// The runc that firn-runc calls.
     pub const RUNC: Self = Self(&["runc"]);
 
@@ -145,6 +145,11 @@ mod tests {
         assert!(!value.prevents(Keys::CHECKPOINT) && !value.prevents(Keys::GPU_REQUEST));
         assert!(!mistake(Value, "restore.from-dir").prevents(Keys::RESTORE));
         assert!(mistake(Value, "restore.from-dir").prevents(Keys::NAMED_RESTORE));
+        // gc looks there for what needs memory: the default directory would be another.
+        for key in ["restore.from-dir", "checkpoint.rescue-dir", "images.store"] {
+            assert!(mistake(Value, key).prevents(Keys::STORE), "{key}");
+        }
+        assert!(mistake(Key, "checkpoint.rescue-directory").prevents(Keys::STORE));
         // Any key of the section may be meant.
         let key = mistake(Key, "restore.gpu");
         assert!(key.prevents(Keys::RESTORE) && key.prevents(Keys::CRI) && !key.prevents(Keys::CHECKPOINT));

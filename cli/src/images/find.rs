@@ -4,11 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_gpu::GpuUuid;
 use firn_host::{FileId, ProblemReport};
 use firn_image::manifest::{Manifest, UntrustedDir};
+use firn_image::store::{Digest, named_directories};
 use serde::Serialize;
 
 use super::args::Common;
@@ -17,7 +18,6 @@ use crate::image::{self, Found, Sizes};
 use crate::leftovers::{self, Leftover};
 use crate::oci_image::{self, ImageError, Index, Part, media};
 use crate::output::note;
-use crate::store::keep;
 use crate::text;
 use crate::view::holds_image;
 
@@ -113,6 +113,11 @@ impl Checkpoint {
         }
     }
 
+    /// The index in a store that it needs.
+    pub fn index(&self) -> Option<Digest> {
+        Some(self.manifest.as_ref()?.bulk.as_ref()?.index)
+    }
+
     /// One without a manifest.
     #[cfg(test)]
     pub fn unread(kind: Kind, name: &str, namespace: &str) -> Self {
@@ -164,8 +169,7 @@ pub fn find(common: &Common) -> Result<(Vec<Checkpoint>, bool)> {
     let store = config.images.store.iter();
     let in_store = store.map(|store| (Kind::Store, store.join(names::STORE_NAMED)));
     for (kind, dir) in named.chain(in_store) {
-        let below = keep::named_directories(&dir);
-        let below = below.with_context(|| format!("cannot list the checkpoints in {}", dir.display()))?;
+        let below = named_directories(&dir).map_err(ProblemReport::from)?;
         let named = below
             .iter()
             .filter(|path| path.file_name() != Some(names::ARCHIVE_IMAGE.as_ref()));

@@ -4,6 +4,7 @@ pub mod args;
 mod du;
 mod find;
 mod prune;
+mod release;
 mod removal;
 
 use anyhow::Result;

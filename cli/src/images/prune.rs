@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::args::PruneArgs;
 use super::find::{self, Checkpoint, Kind};
+use super::release::release;
 use super::removal::{Used, remove};
 use crate::oci_image::ImageError;
 use crate::output::{self, line, note, printed};
@@ -120,6 +121,9 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
             Ok(()) => done.push(checkpoint),
             Err(error) => kept.push((checkpoint, error.into())),
         }
+    }
+    if !args.dry_run {
+        release(used.store(), &found, &done);
     }
     print(args, &done, &kept)?;
     Ok(kept.is_empty())

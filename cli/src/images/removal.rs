@@ -13,7 +13,7 @@ use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{FileId, ProblemReport, UnlessAbsent};
 use firn_image::manifest::{UntrustedDir, is_of_image};
-use firn_image::store::{Packing, Store};
+use firn_image::store::{Packing, Pin, Store};
 use firn_transaction::journal::Record;
 
 use super::args::Common;
@@ -52,8 +52,10 @@ pub struct Used {
     pub(super) state: PathBuf,
     /// Blobs that a lease of containerd keeps, as `NAMESPACE/DIGEST`.
     pub(super) leased: HashSet<String>,
-    /// Indexes in the store that somebody has pinned.
+    /// Indexes in the store that the operator has pinned. The pin of a checkpoint itself goes with it.
     pub(super) pinned: HashSet<String>,
+    /// The node's store, if there is one.
+    store: Option<Store>,
 }
 
 impl Used {
@@ -71,10 +73,20 @@ impl Used {
         if let Some(store) = images.store.filter(|store| store.is_dir()) {
             let packing = Packing::with_key(images.store_key.as_deref()).map_err(ProblemReport::from)?;
             let store = Store::open(&store, &packing).map_err(ProblemReport::from)?;
-            let pinned = store.pinned().map_err(ProblemReport::from)?;
-            used.pinned = pinned.iter().map(ToString::to_string).collect();
+            for index in store.pinned().map_err(ProblemReport::from)? {
+                let noted = store.noted(&index).map_err(ProblemReport::from)?;
+                if noted.pin == Some(Pin::Operator) {
+                    used.pinned.insert(index.to_string());
+                }
+            }
+            used.store = Some(store);
         }
         Ok(used)
+    }
+
+    /// The node's store, if there is one.
+    pub fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
     }
 
     /// Proves that nothing uses the checkpoint, or shows why it stays. What transactions and containers use

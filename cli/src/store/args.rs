@@ -27,7 +27,7 @@ pub enum StoreCommand {
     )]
     Pin(PinArgs),
     #[command(
-        about = "Keep the memory of a checkpoint no longer than the checkpoint itself",
+        about = "Keep the memory of a checkpoint no longer than something on this node names it",
         after_help = "Examples:\n  firn store unpin 5f2c9d01\n\n\
                       Exit status: 0 done, 1 failed, 2 wrong usage."
     )]
@@ -91,12 +91,12 @@ pub struct VerifyArgs {
 
 /// Remove the memory of checkpoints that are gone.
 ///
-/// Keeps a checkpoint that is young or pinned, whose image directory is still there, or that containerd has
-/// among its images. Those made by other hosts are kept. Pin checkpoints that you keep in another form, such
-/// as the kubelet's archives.
+/// What is absent proves nothing: a checkpoint may have been moved, archived or unmounted. So the memory of a
+/// checkpoint goes only after `firn images prune` has removed it, or `firn store unpin` has stated that it is
+/// gone, and while nothing on this node is seen to name it. Memory of other nodes is kept.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Examples:\n  firn store gc --dry-run\n  firn store gc --grace 10m\n\n\
+    after_help = "Examples:\n  firn store gc --dry-run\n  firn store gc --unreferenced-since 7d\n\n\
                   Exit status: 0 done, 1 failed, and nothing was removed that is needed, 2 wrong usage."
 )]
 pub struct GcArgs {
@@ -106,7 +106,12 @@ pub struct GcArgs {
     /// Keep what is younger: a whole number and s, m, h or d.
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = duration)]
     pub grace: Duration,
-    /// Also decide on checkpoints of other hosts, whose directories and images this one does not see.
+    /// Also remove what nothing on this node is seen to name for so long, and what nobody has stated to be
+    /// gone. The time begins with the first `firn store gc` that sees it so. Checkpoints in archives, in
+    /// directories that were moved, and on other nodes are not seen: pin them.
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub unreferenced_since: Option<Duration>,
+    /// Also decide on checkpoints of other nodes, whose directories and images this one does not see.
     #[arg(long)]
     pub other_hosts: bool,
     /// The machine has no containerd.

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Packing, Store, StoreError};
+use firn_image::store::{Digest, Packing, Pin, Store, StoreError};
 use serde::Serialize;
 
 use crate::output::{self, line, printed};
@@ -88,7 +88,7 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
     let store = open(&args.common)?;
     let id = find(&store, &args.id)?;
     match is_pinned {
-        true => store.pin(&id),
+        true => store.pin(&id, Pin::Operator),
         false => store.unpin(&id).map(drop),
     }
     .map_err(ProblemReport::from)?;
@@ -98,7 +98,10 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
             pinned: is_pinned,
         })?,
         (false, true) => line!("{} is kept until `firn store unpin`", short(&id)),
-        (false, false) => line!("{} is kept as long as its checkpoint", short(&id)),
+        (false, false) => line!(
+            "{} is kept as long as something on this node is seen to name it",
+            short(&id)
+        ),
     }
     Ok(true)
 }

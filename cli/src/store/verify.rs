@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, EXTENT, Store, StoreError};
+use firn_image::store::{Digest, Store};
 use serde::Serialize;
 
 use super::args::VerifyArgs;
@@ -151,18 +151,11 @@ fn repair(store: &Store, found: &Found) -> Result<()> {
         return Ok(());
     }
     let removal = shown(store.removal())?;
-    let there = shown(store.extents())?;
-    let mut buffer = vec![0; EXTENT];
     for extent in &found.damaged {
-        let length = there.get(extent).copied().unwrap_or(0);
-        if !shown(is_whole(store, extent, length, &mut buffer))? {
-            shown(removal.extent(extent))?;
-        }
+        shown(removal.damaged_extent(extent))?;
     }
     for image in found.damaged_images.keys() {
-        if matches!(store.index(image), Err(StoreError::Index { .. })) {
-            shown(removal.image(image))?;
-        }
+        shown(removal.damaged_index(image))?;
     }
     Ok(())
 }

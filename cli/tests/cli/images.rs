@@ -1,6 +1,9 @@
 //! `firn images`, of directories. The suite `listing` has images in containerd.
 
-use firn_image::store::{Packing, Store};
+use std::path::Path;
+
+use firn_image::manifest::{Manifest, StoredMemory};
+use firn_image::store::{Digest, Index, Noted, Packing, Pin, Store, machine};
 use serde_json::{Value, json};
 
 use crate::node::{Node, all_output, text, value};
@@ -157,4 +160,91 @@ fn without_containerd_nothing_is_removed() {
     let failure = value(&output)["failure"].as_str().expect("a text").to_owned();
     assert!(failure.contains("FIRN-CONTAINERD"), "{failure}");
     assert_eq!(listed(&node).len(), 2);
+}
+
+/// An index in the store.
+fn index_of(store: &Store, machine: Option<String>, image: &Path) -> Digest {
+    let index = Index {
+        checkpoint: String::new(),
+        made: 1,
+        container: "job".to_owned(),
+        host: "node".to_owned(),
+        machine,
+        image: image.to_owned(),
+        mount: None,
+        parent: None,
+        pieces: Vec::new(),
+    };
+    let writer = store.writer(None).expect("a writer");
+    writer.finish(&index).expect("an index")
+}
+
+/// Makes a directory an image that needs this index.
+fn names(node: &Node, dir: &Path, index: Digest) {
+    let bulk = StoredMemory {
+        store: "7c2f".to_owned(),
+        index,
+        bytes: 0,
+        written: 0,
+        reused: 0,
+        parent: None,
+    };
+    let manifest = Manifest {
+        bulk: Some(bulk),
+        ..node.manifest()
+    };
+    std::fs::create_dir_all(dir).expect("a directory");
+    std::fs::write(dir.join("inventory.img"), "x".repeat(40)).expect("written");
+    manifest.write(dir).expect("a manifest");
+}
+
+/// Whoever prunes a checkpoint states that it is gone: then its memory may go, unless another one needs it.
+#[test]
+fn the_memory_of_a_pruned_checkpoint_may_go() {
+    let node = node();
+    let store = Store::open(&node.path("store"), &Packing::default()).expect("a store");
+    let [warm, server] = ["from/ml/warm", "store/named/web/server"].map(|name| node.path(name));
+    let memory = |machine: Option<String>| {
+        let index = index_of(&store, machine, &warm);
+        for dir in [warm.join("checkpoint"), server.clone()] {
+            names(&node, &dir, index);
+        }
+        index
+    };
+    let prune = |dir: &Path| images(&node, &["prune", &dir.display().to_string()]);
+    let noted = |index: &Digest| store.noted(index).expect("notes");
+    let index = memory(machine());
+    store.pin(&index, Pin::Checkpoint).expect("pinned");
+    let (status, _, shown) = images(&node, &["prune", &warm.display().to_string(), "--dry-run"]);
+    assert_eq!(status, Some(0), "{shown}");
+    assert_eq!(prune(&warm).0, Some(0));
+    assert_eq!(
+        noted(&index).pin,
+        Some(Pin::Checkpoint),
+        "another checkpoint needs it"
+    );
+    assert_eq!(prune(&server).0, Some(0));
+    let released = Noted {
+        is_released: true,
+        ..Noted::default()
+    };
+    assert_eq!(noted(&index), released);
+
+    // That of another node is not released here.
+    let index = memory(Some("other".to_owned()));
+    store.pin(&index, Pin::Checkpoint).expect("pinned");
+    assert_eq!((prune(&warm).0, prune(&server).0), (Some(0), Some(0)));
+    assert_eq!(noted(&index).pin, Some(Pin::Checkpoint));
+    // The operator's pin keeps the checkpoint.
+    let index = memory(machine());
+    store.pin(&index, Pin::Operator).expect("pinned");
+    let (status, found, _) = prune(&warm);
+    assert_eq!(status, Some(1));
+    assert!(
+        found["failure"]
+            .as_str()
+            .is_some_and(|text| text.contains("pinned")),
+        "{found}"
+    );
+    assert!(warm.exists());
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
-use crate::store::{Index, Packing, Store, mount_of};
+use crate::store::{Index, Packing, Store, machine, mount_of};
 
 /// What is to be done, and where it is shown how far that is.
 #[derive(Debug, Serialize, Deserialize)]
@@ -110,6 +110,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         made: made.as_secs(),
         container: request.container,
         host,
+        machine: machine(),
         mount: mount_of(&request.image),
         image: request.image,
         parent,

@@ -16,7 +16,7 @@ use super::image_copy::{ImageCopy, ImageCopyError, Part, blocks, joined, manifes
 use crate::checksums::ImageError;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
 use crate::manifest::{Manifest, StoredMemory};
-use crate::store::{EXTENT, Index, Piece, Store, StoreError, Writer, mount_of};
+use crate::store::{EXTENT, Index, Piece, Store, StoreError, Writer, machine, mount_of};
 use crate::threads;
 
 /// Writes the inline image `from` into the directory `to`, without the memory that the store gets, which may
@@ -96,6 +96,7 @@ fn index(manifest: &Manifest, to: &Path, pieces: Vec<Piece>) -> Result<Index, Im
         made: made.as_secs(),
         container,
         host: host(),
+        machine: machine(),
         mount: mount_of(&image),
         image,
         parent: None,

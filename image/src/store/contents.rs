@@ -1,22 +1,18 @@
-//! What a store holds, for those who show it, and pins.
+//! What a store holds, for those who show it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use firn_host::UnlessAbsent;
-use nix::errno::Errno;
-use nix::fcntl::{FlockArg, OFlag, openat};
-use nix::sys::stat::Mode;
 use nix::sys::statvfs::fstatvfs;
-use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use super::error::{io, is_not_there};
-use super::layout::{EXTENTS, IMAGES, NEW, PINNED};
-use super::{Digest, Index, Store, StoreError, layout, size};
-use crate::dir::UntrustedDir;
+use super::layout::{EXTENTS, IMAGES, NEW};
+use super::{Digest, Index, Store, StoreError, size};
 
 /// How many indexes are read to find the last one of a container, which stands still meanwhile.
 const NEWEST: usize = 16;
+use crate::dir::UntrustedDir;
 
 impl Store {
     /// Names of all indexes.
@@ -94,59 +90,9 @@ impl Store {
         let found = fstatvfs(self.dir()).map_err(io("look at", self.root()))?;
         Ok(found.blocks_available() * found.fragment_size())
     }
-
-    /// Indexes that gc keeps in any case.
-    pub fn pinned(&self) -> Result<BTreeSet<Digest>, StoreError> {
-        let pinned = self
-            .dir()
-            .inside(PINNED)
-            .and_then(|dir| digests(&dir))
-            .if_present();
-        let pinned = pinned.map_err(io("list", self.root().join(PINNED)))?;
-        Ok(pinned.into_iter().flatten().collect())
-    }
-
-    /// Makes gc keep an index.
-    pub fn pin(&self, image: &Digest) -> Result<(), StoreError> {
-        // gc cannot remove it meanwhile.
-        let _lock = layout::lock(self.dir(), self.root(), FlockArg::LockSharedNonblock)?;
-        if !self.images()?.contains(image) {
-            return Err(self.missing_one("index", image));
-        }
-        let pin = || {
-            layout::make(self.dir(), PINNED)?;
-            let pinned = self.dir().inside(PINNED)?;
-            let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-            openat(
-                &pinned,
-                image.to_string().as_str(),
-                flags,
-                Mode::S_IRUSR | Mode::S_IWUSR,
-            )?;
-            pinned.handle()?.sync_all()
-        };
-        pin().map_err(io("write", self.root().join(PINNED).join(image.to_string())))
-    }
-
-    /// Takes the pin away, if there is one.
-    pub fn unpin(&self, image: &Digest) -> Result<bool, StoreError> {
-        let path = self.root().join(PINNED).join(image.to_string());
-        let Some(pinned) = self
-            .dir()
-            .inside(PINNED)
-            .if_present()
-            .map_err(io("open", &path))?
-        else {
-            return Ok(false);
-        };
-        match unlinkat(&pinned, image.to_string().as_str(), UnlinkatFlags::NoRemoveDir) {
-            Err(Errno::ENOENT) => Ok(false),
-            removed => removed.map(|()| true).map_err(io("remove", path)),
-        }
-    }
 }
 
 /// The entries whose names are digests.
-fn digests(dir: &UntrustedDir) -> io::Result<impl Iterator<Item = Digest> + use<>> {
+pub(super) fn digests(dir: &UntrustedDir) -> io::Result<impl Iterator<Item = Digest> + use<>> {
     Ok(dir.names()?.into_iter().filter_map(|name| name.parse().ok()))
 }

@@ -39,6 +39,27 @@ pub enum StoreError {
         mount_point: PathBuf,
         record: PathBuf,
     },
+    /// A directory with checkpoints lies on a file system that is not mounted.
+    #[error(
+        "{} was on {}, which is not mounted, as {} has noted; nothing was removed",
+        path.display(), mount_point.display(), record.display()
+    )]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "mount the file system; if its checkpoints were given up, remove the file that the message names last"
+    )]
+    RootNotMounted {
+        path: PathBuf,
+        mount_point: PathBuf,
+        record: PathBuf,
+    },
+    /// A note of where something was mounted is damaged.
+    #[error("{} cannot be understood; nothing was removed", path.display())]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "remove it once all file systems with checkpoints are mounted"
+    )]
+    Record { path: PathBuf },
     /// There is something else.
     #[error("{} is not a store: {found} is in the way", path.display())]
     Foreign { path: PathBuf, found: String },

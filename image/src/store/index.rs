@@ -26,6 +26,10 @@ pub struct Index {
     pub container: String,
     /// The node's name.
     pub host: String,
+    /// Which node it is ([`machine`](super::machine)): nodes may have one name. Those of older versions have
+    /// none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
     /// The image directory as it was named at the checkpoint.
     pub image: PathBuf,
     /// Where the file system of that directory was mounted: while it is not, nobody knows what is there.
@@ -112,6 +116,10 @@ impl Index {
             ("checkpoint", is_text(&self.checkpoint, MAX_TEXT)),
             ("container", is_text(&self.container, MAX_TEXT)),
             ("host", is_text(&self.host, MAX_TEXT)),
+            (
+                "machine",
+                self.machine.as_deref().is_none_or(|text| is_text(text, MAX_TEXT)),
+            ),
             ("image", is_path(&self.image)),
             ("mount", self.mount.as_deref().is_none_or(is_path)),
             (

@@ -28,6 +28,10 @@ pub const EXTENTS: &str = "extents";
 pub const IMAGES: &str = "images";
 /// Names of indexes that gc keeps. Made with the first.
 pub(super) const PINNED: &str = "pinned";
+/// Names of indexes whose checkpoint somebody has stated to be gone. Made with the first.
+pub(super) const RELEASED: &str = "released";
+/// Names of indexes that nothing is seen to name, with the time since. Made with the first.
+pub(super) const UNREFERENCED: &str = "unreferenced";
 /// What is being written, a directory for each writer.
 pub(super) const NEW: &str = "new";
 

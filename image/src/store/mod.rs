@@ -5,7 +5,9 @@
 //! lock                held shared by writers, alone by gc
 //! extents/ab/abcd...  4 MiB of memory, named by their digest
 //! images/0123...      what the memory of one checkpoint consists of, named by its digest
-//! pinned/0123...      empty: gc keeps the index of this name
+//! pinned/0123...      gc keeps the index of this name
+//! released/0123...    somebody has stated that the checkpoint of this index is gone
+//! unreferenced/0123.. since when gc has seen nothing that names it
 //! new/                what is being written
 //! ```
 //!
@@ -26,7 +28,10 @@ mod error;
 mod form;
 mod index;
 mod layout;
+mod machine;
+mod marks;
 mod record;
+mod referrer;
 mod removal;
 mod writer;
 
@@ -48,8 +53,12 @@ pub use form::{Form, Key, Packing};
 pub(crate) use index::to_bytes as write_index;
 pub use index::{Index, IndexError, Piece};
 pub use layout::{EXTENTS, IMAGES};
+pub use machine::machine;
+pub use marks::{Noted, Pin};
+pub use record::expect_mounted;
 pub(crate) use record::mount_of;
-pub use removal::Removal;
+pub use referrer::{ReferrerError, Referrers, may_name, named_directories};
+pub use removal::{Decisions, Kept, Needs, Removal, Rules};
 pub use writer::Writer;
 pub(crate) use writer::is_zero;
 
@@ -245,6 +254,18 @@ impl Store {
         };
         let found = found.map_err(io("look for", self.extent_path(&digest)))?;
         Ok(found.is_some_and(|size| self.form().may_hold(size, length)))
+    }
+
+    /// The size of the file of an extent that has this name in the store; 0 if there is none.
+    fn size_of_extent(&self, name: &Digest) -> Result<u64, StoreError> {
+        let text = name.to_string();
+        let found = match self.extents_dir().inside(&text[..2]) {
+            Err(error) if is_not_there(&error) => return Ok(0),
+            fan => fan.and_then(|fan| size(&fan, &text)),
+        };
+        Ok(found
+            .map_err(io("look for", self.extent_path(name)))?
+            .unwrap_or(0))
     }
 
     /// An extent that has this name in the store.

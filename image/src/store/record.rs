@@ -1,5 +1,7 @@
-//! Where this node had its stores mounted. A file system that is not mounted leaves an empty directory, which
-//! would become another store, on the disk below.
+//! Where this node had its stores mounted, and the directories whose checkpoints protect memory.
+//!
+//! A file system that is not mounted leaves an empty directory, which would become another store on the disk
+//! below, or would show no checkpoint.
 
 use std::path::{Path, PathBuf, absolute};
 
@@ -16,10 +18,11 @@ const NAME: usize = 16;
 /// Largest one that is read.
 const LIMIT: u64 = 16 << 10;
 
-/// The store that was used last at a path.
+/// The store that was used last at a path, or a directory with checkpoints.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     store: PathBuf,
+    /// Empty for a directory with checkpoints.
     id: String,
     /// Where its file system was mounted.
     mount_point: PathBuf,
@@ -98,6 +101,51 @@ fn last_of(
         }
         last => Ok(last),
     }
+}
+
+/// Refuses a directory with checkpoints whose file system is not mounted now, and was when it was looked for
+/// last. `records` is the directory that remembers where.
+///
+/// # Errors
+/// That, or the mounts or the record cannot be read, or not be written.
+pub fn expect_mounted(root: &Path, records: &Path) -> Result<(), StoreError> {
+    let mounts = mounted().map_err(io("read", "/proc/self/mountinfo"))?;
+    expect_among(root, records, &mounts)
+}
+
+fn expect_among(root: &Path, records: &Path, mounts: &[MountEntry]) -> Result<(), StoreError> {
+    let root = &absolute(root).map_err(io("resolve", root))?;
+    // Not that of a store at the same path.
+    let name = format!("checkpoints-{}", name(root));
+    let path = records.join(&name);
+    let file = std::fs::File::open(&path).if_present();
+    let bytes = file.and_then(|file| file.map(|file| read_at_most(file, LIMIT)).transpose());
+    let last = match bytes.map_err(io("read", &path))? {
+        None => None,
+        Some(bytes) => {
+            let record = bytes.and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
+            Some(record.ok_or_else(|| StoreError::Record { path: path.clone() })?)
+        }
+    };
+    if let Some(last) = &last
+        && !is_mount_point(mounts, &last.mount_point)
+    {
+        return Err(StoreError::RootNotMounted {
+            path: root.to_owned(),
+            mount_point: last.mount_point.clone(),
+            record: path,
+        });
+    }
+    let now = Record {
+        store: root.to_owned(),
+        id: String::new(),
+        mount_point: mount_point(root, mounts)?,
+    };
+    // What lies on the root's file system cannot lack it.
+    if last.as_ref() != Some(&now) && (last.is_some() || now.mount_point != Path::new("/")) {
+        write(records, &name, &now).map_err(io("write", path))?;
+    }
+    Ok(())
 }
 
 fn name(root: &Path) -> String {
@@ -196,6 +244,51 @@ mod tests {
         fs::remove_dir_all(&records).unwrap();
         Store::create_among(&root, &records, &Packing::default(), &without).unwrap();
         assert!(!records.exists(), "one on the root's file system is recorded");
+    }
+
+    #[test]
+    fn a_directory_with_checkpoints_has_to_be_mounted_once_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let (disk, records) = (dir.join("disk"), dir.join("records"));
+        let root = disk.join("warm");
+        let with = mounts(&[Path::new("/"), &disk]);
+        let without = mounts(&[Path::new("/")]);
+        // On the root's file system: nothing is recorded.
+        expect_among(&root, &records, &without).unwrap();
+        assert!(!records.exists());
+        // Only its mount point is there yet.
+        fs::create_dir(&disk).unwrap();
+        expect_among(&root, &records, &with).unwrap();
+        // A store at the same path has a record of its own.
+        Store::create_among(&root, &records, &Packing::default(), &with).unwrap();
+        for _ in 0..2 {
+            let error = expect_among(&root, &records, &without).unwrap_err();
+            assert_eq!(error.code(), "FIRN-STORE-UNUSABLE");
+            let shown = error.to_string();
+            for part in [root.as_path(), &disk, &records] {
+                assert!(shown.contains(part.to_str().unwrap()), "{shown}");
+            }
+            expect_among(&root, &records, &with).unwrap();
+        }
+        // It has become a file system of its own, and is remembered as such.
+        let own = mounts(&[Path::new("/"), &disk, &root]);
+        expect_among(&root, &records, &own).unwrap();
+        expect_among(&root, &records, &with).unwrap_err();
+        // A record that cannot be understood protects as well.
+        let record = records.join(format!("checkpoints-{}", name(&root)));
+        fs::write(&record, "{").unwrap();
+        let error = expect_among(&root, &records, &own).unwrap_err();
+        assert!(error.to_string().contains(record.to_str().unwrap()), "{error}");
+        fs::write(&record, vec![b' '; 20_000]).unwrap();
+        expect_among(&root, &records, &own).unwrap_err();
+        fs::remove_file(&record).unwrap();
+        fs::create_dir(&record).unwrap();
+        expect_among(&root, &records, &own).unwrap_err();
+        // What cannot be remembered is an error.
+        fs::remove_dir(&record).unwrap();
+        expect_among(&root, &records.join(name(&root)), &own).unwrap_err();
+        expect_among(&root, &records, &without).unwrap();
     }
 
     #[test]

@@ -14,6 +14,8 @@ use super::*;
 mod contents;
 mod form;
 mod layout;
+mod referrer;
+mod removal;
 mod write;
 
 /// A store in a directory of its own.
@@ -86,6 +88,7 @@ fn index(pieces: Vec<Piece>) -> Index {
         made: 1_700_000_000,
         container: "job".to_owned(),
         host: "node".to_owned(),
+        machine: None,
         image: "/images/job".into(),
         mount: None,
         parent: None,

@@ -73,6 +73,7 @@ fi
 
 echo "$name" >proc/sys/kernel/hostname
 echo "$name" >etc/hostname
+printf '%s' "$name" | md5sum | cut -c1-32 >etc/machine-id
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$name" >etc/hosts
 chroot . ip link set lo up
 

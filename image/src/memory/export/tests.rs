@@ -31,6 +31,7 @@ fn index(image: &Path, piece: Piece) -> Index {
         made: 0,
         container: String::new(),
         host: String::new(),
+        machine: None,
         image: image.to_owned(),
         mount: None,
         parent: None,

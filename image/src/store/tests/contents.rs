@@ -1,7 +1,6 @@
-//! What a store shows of itself, and what is removed from it.
+//! What a store shows of itself.
 
 use super::*;
-use crate::store::layout::try_lock;
 
 #[test]
 fn extents_and_images_are_listed_and_nothing_else() {
@@ -72,44 +71,13 @@ fn what_writers_have_left_is_counted_and_removed() {
     writer.put(b"three").unwrap();
     assert_eq!(scratch.store.unfinished().unwrap(), 8);
     drop(writer);
-    scratch.store.removal().unwrap().unfinished().unwrap();
+    let rules = removal::rules(0);
+    let removed = scratch
+        .store
+        .removal()
+        .unwrap()
+        .collect(&Needs::new(), &rules)
+        .unwrap();
+    assert_eq!(removed.unfinished, 8);
     assert_eq!(scratch.store.unfinished().unwrap(), 0);
-}
-
-#[test]
-fn pins_last_until_they_are_taken_away() {
-    let scratch = Scratch::new();
-    let (digest, _) = scratch.holds(&[b"one"]);
-    let store = &scratch.store;
-    assert!(store.pinned().unwrap().is_empty());
-    assert!(!store.unpin(&digest).unwrap());
-    store.pin(&digest).unwrap();
-    store.pin(&digest).unwrap();
-    let again = Store::open(&scratch.root(), &Packing::default()).unwrap();
-    assert_eq!(again.pinned().unwrap(), [digest].into());
-    assert!(store.unpin(&digest).unwrap());
-    assert!(store.pinned().unwrap().is_empty());
-    assert_eq!(code(store.pin(&Digest::of(b"none"))), "FIRN-STORE-MISSING");
-}
-
-#[test]
-fn what_is_removed_is_gone_and_the_rest_stays() {
-    let scratch = Scratch::new();
-    let (digest, index) = scratch.holds(&[b"one", b"two"]);
-    let [one, two] = [0, 1].map(|at: usize| index.pieces[at].extents[0].unwrap());
-    fs::remove_file(scratch.extent(&two)).unwrap();
-    fs::create_dir(scratch.extent(&two)).unwrap();
-    let removal = scratch.store.removal().unwrap();
-    removal.extent(&two).unwrap();
-    removal.extent(&two).unwrap();
-    removal.extent(&Digest::of(b"never")).unwrap();
-    assert_eq!(scratch.store.missing(&index).unwrap(), [two]);
-    removal.image(&digest).unwrap();
-    removal.image(&digest).unwrap();
-    assert_eq!(code(scratch.store.index(&digest)), "FIRN-STORE-MISSING");
-    scratch.store.read(&one, &mut [0; 3]).unwrap();
-    let shared = || try_lock(scratch.store.dir(), &scratch.root(), FlockArg::LockSharedNonblock).unwrap();
-    assert!(shared().is_none(), "a writer may begin while extents are removed");
-    drop(removal);
-    assert!(shared().is_some());
 }

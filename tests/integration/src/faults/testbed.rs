@@ -135,7 +135,16 @@ impl Testbed {
         node.run(&["firn", "store", "verify"])?;
         // What the case itself and a restore by containerd leave is an image that the store keeps memory for.
         node.run(&["sh", "-c", "rm -rf /srv/images/case /tmp/ctrd-checkpoint*"])?;
-        let cleaned = node.run(&["firn", "store", "gc", "--grace", "0s"])?.stdout;
+        let collect = [
+            "firn",
+            "store",
+            "gc",
+            "--grace",
+            "0s",
+            "--unreferenced-since",
+            "0s",
+        ];
+        let cleaned = node.run(&collect)?.stdout;
         let printed = node.run(&["firn", "store", "ls", "--json"])?.stdout;
         let listed = answer(&["store", "ls"], &printed)?;
         // The memory of an image on a file system that is not mounted any more stays.

@@ -59,7 +59,15 @@ pub fn an_imported_image_has_its_memory_in_the_store(platform: Platform) -> Resu
         ensure!(image >= MIB && stored < REST, "{image} MiB became {stored} MiB");
         ensure!(!extents(host)?.is_empty(), "nothing is in the store");
         // Its index belongs to the directory.
-        node.run(&["firn", "store", "gc", "--grace", "0s"])?;
+        node.run(&[
+            "firn",
+            "store",
+            "gc",
+            "--grace",
+            "0s",
+            "--unreferenced-since",
+            "0s",
+        ])?;
         node.run(&["firn", "store", "export", "/srv/stored", "/srv/again"])?;
         node.run(&["rm", "-r", "/srv/image"])?;
 

@@ -65,7 +65,18 @@ pub fn a_second_checkpoint_writes_what_has_changed(platform: Platform) -> Result
         );
         let node = host.node();
         host.remove_image("checkpoint/first")?;
+        // Nobody has stated that it is gone.
         node.run(&["firn", "store", "gc", "--grace", "0s"])?;
+        ensure!(listed(host)?.len() == 2, "gc has removed what may be elsewhere");
+        node.run(&[
+            "firn",
+            "store",
+            "gc",
+            "--grace",
+            "0s",
+            "--unreferenced-since",
+            "0s",
+        ])?;
         let left = listed(host)?;
         ensure!(left.len() == 1 && left[0]["id"] == second[0]["id"], "{left:?}");
         node.run(&["firn", "store", "verify"])?;

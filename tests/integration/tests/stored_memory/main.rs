@@ -8,6 +8,7 @@ mod events;
 mod named;
 mod progress;
 mod rescued;
+mod roots;
 mod together;
 mod unmounted;
 mod words;
@@ -27,6 +28,7 @@ use events::containerd_shows_the_phases;
 use named::gc_keeps_the_memory_of_a_named_checkpoint;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use rescued::gc_keeps_the_memory_of_a_rescued_image;
+use roots::gc_removes_nothing_while_checkpoints_are_not_mounted;
 use together::two_checkpoints_and_gc_share_a_store;
 use unmounted::a_store_that_is_not_mounted_is_not_made_again;
 use words::shared_memory_keeps_every_word;
@@ -351,5 +353,6 @@ fn main() -> ExitCode {
         an_encrypted_store_needs_its_key [FORKY];
         gc_keeps_the_memory_of_a_rescued_image [FORKY, TRIXIE];
         gc_keeps_the_memory_of_a_named_checkpoint [FORKY, TRIXIE];
+        gc_removes_nothing_while_checkpoints_are_not_mounted [FORKY];
     })
 }

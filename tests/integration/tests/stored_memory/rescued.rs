@@ -24,7 +24,17 @@ pub fn gc_keeps_the_memory_of_a_rescued_image(platform: Platform) -> Result<()> 
         let before = job.lines()?.reached(1);
         let _ = node.run(&["ctr", "tasks", "delete", "--force", "job"]);
 
-        let collect = || node.run(&["firn", "store", "gc", "--grace", "0s"]);
+        let collect = || {
+            node.run(&[
+                "firn",
+                "store",
+                "gc",
+                "--grace",
+                "0s",
+                "--unreferenced-since",
+                "0s",
+            ])
+        };
         let kept = collect()?.stdout;
         ensure!(kept.contains(&format!("{dir} is there")), "{kept}");
         node.run(&["firn", "restore", "--dir", dir, "job"])?;

@@ -6,12 +6,32 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, StallFs, on};
 use firn_node::{Platform, wait_for};
 
-use crate::{MIB, STORE};
+use crate::STORE;
 
 /// How long the copies may take to begin.
 const SOON: Duration = Duration::from_secs(30);
 
 const JOBS: [&str; 2] = ["one", "two"];
+
+/// Memory in MiB that changes between two checkpoints, and that stays.
+const CHANGES: &str = "40";
+const STAYS: u64 = 160;
+
+/// Bytes that the last checkpoint of a container has found in the store, by the log.
+fn reused(host: &GpuHost, id: &str) -> Result<u64> {
+    let (log, of) = (host.log_since(0)?, format!("container={id} store_index="));
+    let line = log
+        .lines()
+        .rfind(|line| line.contains(&of))
+        .context("no line in the log")?;
+    let value = line
+        .split([' ', '"'])
+        .find_map(|word| word.strip_prefix("reused="));
+    value
+        .context("no reused= in the line")?
+        .parse()
+        .context("no number")
+}
 
 /// Whether firn ps shows that both are copied.
 fn are_copied(host: &GpuHost) -> Result<bool> {
@@ -29,15 +49,17 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
     on([host], |[host]| {
         let store = StallFs::mount(host, "/srv/store")?;
         host.configure(STORE)?;
-        let (node, mib) = (host.node(), MIB.to_string());
-        let start = |(id, gpu)| Container::count(host, id, &[gpu], 1, &["--mib", &mib]);
+        let (node, stays) = (host.node(), STAYS.to_string());
+        let start =
+            |(id, gpu)| Container::count(host, id, &[gpu], 1, &["--mib", CHANGES, "--fixed-mib", &stays]);
         let jobs = JOBS
             .into_iter()
             .zip(["0", "1"])
             .map(start)
             .collect::<Result<Vec<_>>>()?;
         jobs.iter().try_for_each(|job| job.goes_on(3).map(drop))?;
-        // Makes the store, and leaves memory that gc removes.
+        // Makes the store, and leaves memory of which gc removes what changes, and the next checkpoint needs
+        // what stays.
         jobs[0].checkpoint("checkpoint/early")?;
         host.remove_image("checkpoint/early")?;
 
@@ -46,12 +68,22 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
         let checkpoint = |job: &Container<'_>| job.begin_checkpoint(&image(job.id()));
         let mut clients = jobs.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
         wait_for("both copies", SOON, || Ok(are_copied(host)?.then_some(())))?;
-        let mut gc = node.spawn(&["firn", "store", "gc", "--grace", "0s"])?;
+        let mut gc = node.spawn(&[
+            "firn",
+            "store",
+            "gc",
+            "--grace",
+            "0s",
+            "--unreferenced-since",
+            "0s",
+        ])?;
         store.go_on()?;
         for client in &mut clients {
             ensure!(client.wait()?.success(), "a checkpoint failed");
         }
         ensure!(gc.wait()?.success(), "gc failed");
+        let reused = reused(host, JOBS[0])?;
+        ensure!(reused >= STAYS << 20, "only {reused} bytes were there already");
         for job in jobs {
             job.goes_on(3)?;
             job.remove()?;
