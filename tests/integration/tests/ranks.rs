@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{BUNDLES, Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
 const SOCKETS: [&str; 2] = ["--annotation", "firn.dev/nccl=sockets"];
@@ -55,6 +55,42 @@ fn ranks_that_wait_for_each_other_are_locked_by_a_retry(platform: Platform) -> R
         ensure!(output.contains("CUDA_ERROR_NOT_READY"), "{output}");
         host.no_faults()?;
         job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Four ranks, the first of which is slow: the others wait for it on their GPUs, in two sums each.
+fn straggling<'h>(host: &'h GpuHost, ms: &str) -> Result<Container<'h>> {
+    let ranks = ["--ranks", "4", "--gpu", "0,1,0,1", "--collectives", "2"];
+    let arguments = [&ranks[..], &["--interval-ms", "1", "--straggle-ms", ms]].concat();
+    Container::count_with(host, "job", &["0", "1"], 4, &SOCKETS, &arguments)
+}
+
+fn ranks_with_a_straggler_are_locked_each_time(platform: Platform) -> Result<()> {
+    on([host(platform, "rk-slow", 1)?], |[host]| {
+        let job = straggling(host, "150")?;
+        job.goes_on(3)?;
+        for turn in 0..20 {
+            let image = format!("checkpoint/{turn}");
+            job.checkpoint(&image).with_context(|| format!("turn {turn}"))?;
+            job.goes_on(2)?;
+        }
+        job.remove()?;
+        host.idle()
+    })
+}
+
+fn ranks_that_wait_for_one_that_never_comes_go_on(platform: Platform) -> Result<()> {
+    on([host(platform, "rk-never", 1)?], |[host]| {
+        host.configure("[deadlines]\ngpu-lock = \"2s\"\n")?;
+        let job = straggling(host, "6000")?;
+        job.goes_on(1)?;
+        let output = failure(job.checkpoint("checkpoint/never"))?;
+        ensure!(output.contains("FIRN-GPU-TIMEOUT"), "{output}");
+        let timings = host.node().read(format!("{BUNDLES}/job/firn-timings.json"))?;
+        ensure!(timings.contains("\"gpu-lock\""), "{timings}");
+        job.goes_on(2)?;
         job.remove()?;
         host.idle()
     })
@@ -219,6 +255,8 @@ fn contradicting_nccl_settings_are_refused_at_create(platform: Platform) -> Resu
 fn main() -> ExitCode {
     matrix::run(&cases! {
         ranks_that_wait_for_each_other_are_locked_by_a_retry [FORKY];
+        ranks_with_a_straggler_are_locked_each_time [FORKY];
+        ranks_that_wait_for_one_that_never_comes_go_on [FORKY];
         ranks_over_sockets_move_with_their_connections [FORKY_V2];
         ranks_that_may_share_memory_are_refused_and_go_on [FORKY];
         contradicting_nccl_settings_are_refused_at_create [FORKY];

@@ -214,6 +214,10 @@ fn the_driver_refuses_managed_memory_and_the_process_goes_on(platform: Platform)
         job.stands_still()?;
         succeed(host, "unlock", &job.pids()?, &[])?;
         job.goes_on(3)?;
+        // It has been refused once.
+        fail(host, "lock,checkpoint", &job.pids()?, &[], "CUDA_ERROR_UNKNOWN")?;
+        succeed(host, "unlock", &job.pids()?, &[])?;
+        job.goes_on(3)?;
         job.remove()?;
         host.idle()
     })

@@ -6,10 +6,13 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use firn_workloads::driver::Driver;
 
 /// How long the other ranks may take to start.
 const START: Duration = Duration::from_secs(60);
@@ -64,6 +67,110 @@ impl Ranks {
             self.peers.iter_mut().try_for_each(reported)
         }
     }
+}
+
+/// What the ranks sum up on their GPUs: a rank's GPU has done its part when all ranks have started theirs.
+///
+/// The ranks report what they have started to rank 0, which reports to all what all have started. Threads of
+/// their own do that, as in NCCL: they go on while their process is locked.
+pub struct Sums {
+    rank: usize,
+    started: u32,
+    /// How many all have started; what the GPU waits for.
+    all: &'static AtomicU32,
+    /// To rank 0; of rank 0 what counts for all.
+    hub: Hub,
+}
+
+enum Hub {
+    There(TcpStream),
+    Here(Arc<Counts>),
+}
+
+/// What each rank has started, as rank 0 counts it.
+struct Counts {
+    started: Mutex<Vec<u32>>,
+    all: &'static AtomicU32,
+    peers: Vec<TcpStream>,
+}
+
+impl Counts {
+    fn report(&self, rank: usize, count: u32) -> Result<()> {
+        let mut started = self
+            .started
+            .lock()
+            .map_err(|_| anyhow!("another rank has failed"))?;
+        started[rank] = count;
+        let all = started.iter().copied().min().unwrap_or_default();
+        if self.all.swap(all, Ordering::Release) != all {
+            for mut peer in &self.peers {
+                peer.write_all(&all.to_le_bytes())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn received(mut peer: &TcpStream) -> Result<u32> {
+    let mut bytes = [0; 4];
+    peer.read_exact(&mut bytes)
+        .context("the connection to another rank has broken")?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+impl Sums {
+    /// Starts the threads of a rank; one that fails ends the process.
+    pub fn start(ranks: Ranks) -> Result<Self> {
+        let all: &'static AtomicU32 = Box::leak(Box::default());
+        let rank = ranks.rank;
+        let hub = if rank == 0 {
+            let counts = Arc::new(Counts {
+                started: Mutex::new(vec![0; ranks.peers.len() + 1]),
+                all,
+                peers: ranks.peers,
+            });
+            for place in 0..counts.peers.len() {
+                let counts = Arc::clone(&counts);
+                until_it_fails(move || counts.report(place + 1, received(&counts.peers[place])?));
+            }
+            Hub::Here(counts)
+        } else {
+            let peer = ranks.peers.into_iter().next().context("no rank 0")?;
+            let from = peer.try_clone().context("cannot keep the connection")?;
+            until_it_fails(move || {
+                all.store(received(&from)?, Ordering::Release);
+                Ok(())
+            });
+            Hub::There(peer)
+        };
+        Ok(Self {
+            rank,
+            started: 0,
+            all,
+            hub,
+        })
+    }
+
+    /// Starts the next sum.
+    pub fn start_one(&mut self, driver: &Driver) -> Result<()> {
+        self.started += 1;
+        driver.wait_on_gpu(self.all, self.started)?;
+        match &mut self.hub {
+            Hub::Here(counts) => counts.report(self.rank, self.started),
+            Hub::There(peer) => Ok(peer.write_all(&self.started.to_le_bytes())?),
+        }
+    }
+}
+
+fn until_it_fails(turn: impl Fn() -> Result<()> + Send + 'static) {
+    thread::spawn(move || {
+        loop {
+            if let Err(error) = turn() {
+                eprintln!("gpu-counter: {error:#}");
+                std::process::exit(1);
+            }
+        }
+    });
 }
 
 fn address() -> String {

@@ -20,7 +20,7 @@ use firn_workloads::shared::{Shared, Which};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, Sums};
 
 /// Computes in GPU memory and checks all of it in every iteration.
 #[derive(Clone, Parser)]
@@ -48,6 +48,15 @@ pub struct Options {
     /// devices
     #[arg(long, default_value_t = 1, conflicts_with_all = ["procs", "threads", "ipc"])]
     ranks: usize,
+    /// Ranks sum up on their GPUs so often in each iteration, and start that without waiting for each other
+    #[arg(long, default_value_t = 0)]
+    collectives: u32,
+    /// Rank 0 sleeps for so long in each iteration: the others wait for it on their GPUs
+    #[arg(long, default_value_t = 0)]
+    straggle_ms: u64,
+    /// Allocate so many MiB on each of the devices, and let them access each other's memory
+    #[arg(long, default_value_t = 0)]
+    peer_mib: usize,
     /// Use managed memory
     #[arg(long)]
     managed: bool,
@@ -240,6 +249,9 @@ fn compute(options: &Options) -> Result<()> {
         driver.set_current(driver.primary_context(options.gpu[0])?)?;
         driver.allocate(options.reserve_mib << 20)?;
     }
+    if options.peer_mib > 0 {
+        peers(&driver, options)?;
+    }
     let (sender, ended) = mpsc::channel();
     let gpus = match options.rank {
         Some(rank) => std::slice::from_ref(options.gpu.get(rank).context("fewer devices than ranks")?),
@@ -282,6 +294,10 @@ fn work(
         Some(rank) => Some(Ranks::join(rank, options.ranks)?),
         None => None,
     };
+    let mut sums = match options.collectives {
+        0 => None,
+        _ => ranks.take().map(Sums::start).transpose()?,
+    };
     let watcher = match importer {
         Some(sender) => {
             let child = start_importer(driver, &counter, gpu)?;
@@ -303,6 +319,14 @@ fn work(
         if let Some(ranks) = &mut ranks {
             ranks.agree(iteration)?;
         }
+        if let Some(sums) = &mut sums {
+            for _ in 0..options.collectives {
+                sums.start_one(driver)?;
+            }
+        }
+        if options.rank == Some(0) {
+            thread::sleep(Duration::from_millis(options.straggle_ms));
+        }
         if let Some(pool) = &mut pool {
             pool.answer(iteration).context("a child of the pool")?;
         }
@@ -319,6 +343,20 @@ fn work(
     // Order matters: the child is killed when the thread that started it ends.
     if let Some(watcher) = watcher {
         let _ended = watcher.join();
+    }
+    Ok(())
+}
+
+/// Contexts on all devices, which may access each other's memory.
+fn peers(driver: &Driver, options: &Options) -> Result<()> {
+    let contexts = options.gpu.iter().map(|gpu| driver.primary_context(*gpu));
+    let contexts = contexts.collect::<Result<Vec<_>, _>>()?;
+    for (place, own) in contexts.iter().enumerate() {
+        driver.set_current(*own)?;
+        driver.allocate(options.peer_mib << 20)?;
+        for (_, peer) in contexts.iter().enumerate().filter(|(other, _)| *other != place) {
+            driver.enable_peer_access(*peer)?;
+        }
     }
     Ok(())
 }

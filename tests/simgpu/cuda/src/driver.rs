@@ -13,11 +13,13 @@ use crate::gate::{Gate, Passed};
 use crate::hardware::{self, Hardware};
 use crate::process::Process;
 use crate::service::{self, Service};
+use crate::waits::Waits;
 use crate::wire::Request;
 
 /// See the module head.
 pub(crate) struct Driver {
     pub(crate) gate: Gate,
+    pub(crate) waits: Waits,
     process: Mutex<Process>,
     /// To the restore thread.
     channel: OwnedFd,
@@ -46,6 +48,11 @@ impl Entered {
     /// What the driver knows of this process.
     pub(crate) fn process(&self) -> MutexGuard<'static, Process> {
         self.driver.process()
+    }
+
+    /// The work of this process that waits on the GPU.
+    pub(crate) fn waits(&self) -> &'static Waits {
+        &self.driver.waits
     }
 }
 
@@ -127,6 +134,7 @@ fn begin() -> Result<(Driver, Service), Error> {
     let service = service.map_err(|_| Error::UNKNOWN)?;
     let driver = Driver {
         gate: Gate::default(),
+        waits: Waits::default(),
         process: Mutex::new(Process::new(nodes)),
         channel: service.channel().map_err(|_| Error::UNKNOWN)?,
         pid: std::process::id(),

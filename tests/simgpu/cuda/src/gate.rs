@@ -39,12 +39,17 @@ impl Gate {
         Passed(self)
     }
 
-    /// Closes the gate once no call is under way; leaves it open when `give_up` has a reason to.
-    pub(crate) fn close(&self, mut give_up: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
+    /// Closes the gate once no call is under way and the GPU `is_idle`; leaves it open when
+    /// `give_up` has a reason to.
+    pub(crate) fn close(
+        &self,
+        is_idle: impl Fn() -> bool,
+        mut give_up: impl FnMut() -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let mut inside = self.inside();
         inside.closed = true;
-        while inside.calls > 0 {
-            let waited = self.changed.wait_timeout(inside, Duration::from_millis(5));
+        while inside.calls > 0 || !is_idle() {
+            let waited = self.changed.wait_timeout(inside, Duration::from_millis(1));
             inside = waited.expect("nothing panics in the gate").0;
             if let Err(reason) = give_up() {
                 inside.closed = false;

@@ -2,6 +2,7 @@
 //!
 //! Opened and left by the restore thread only, because that thread holds the owner slots.
 
+use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
@@ -9,7 +10,7 @@ use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use simgpu_model::{Control, GpuInfo, GpuMemory, Mapping, paths, punch, punch_managed};
+use simgpu_model::{CHUNK, Control, GpuInfo, GpuMemory, Mapping, paths, punch, punch_managed};
 
 use crate::error::Error;
 
@@ -17,8 +18,8 @@ use crate::error::Error;
 const UVM_BASE: usize = 0x2_04a0_0000;
 const UVM_BASE_SIZE: usize = 2 << 20;
 
-/// Where processes with a context have a mapping of a GPU's node, which forked children inherit (seen of
-/// PyTorch's).
+/// Where processes with a context have a mapping of 2 MiB of its GPU's node, which forked children inherit.
+/// Those of further GPUs follow; their addresses were not measured.
 const INHERITED_BASE: usize = 0x2_0060_0000;
 
 /// One open GPU and the process's slot in it.
@@ -34,8 +35,8 @@ pub(crate) struct Hardware {
     uvm_slot: usize,
     /// The driver has one for each context, this one whatever their number.
     uvm_base: Option<Mapping>,
-    /// See [`INHERITED_BASE`].
-    inherited: Option<Mapping>,
+    /// See [`INHERITED_BASE`], by the GPU's place.
+    inherited: BTreeMap<usize, Mapping>,
     gpus: Vec<OpenGpu>,
 }
 
@@ -115,7 +116,7 @@ impl Hardware {
             uvm,
             uvm_slot,
             uvm_base: None,
-            inherited: None,
+            inherited: BTreeMap::new(),
             gpus: Vec::new(),
         };
         for memory in gpus {
@@ -130,16 +131,16 @@ impl Hardware {
         Ok(hardware)
     }
 
-    /// Maps what a process with contexts has of the UVM device.
-    pub(crate) fn map_base(&mut self) -> Result<(), Error> {
+    /// Maps what a process with a context on this GPU has of the UVM device and of the GPU.
+    pub(crate) fn map_base(&mut self, gpu: usize) -> Result<(), Error> {
         if self.uvm_base.is_none() {
             let base = Mapping::shared(self.uvm.as_fd(), UVM_BASE, UVM_BASE_SIZE, Some(UVM_BASE));
             self.uvm_base = Some(base.map_err(|_| Error::UNKNOWN)?);
-            let gpu = self
-                .gpus
-                .first()
-                .map(|gpu| gpu.memory.map_inherited(INHERITED_BASE));
-            self.inherited = gpu.transpose().map_err(|_| Error::UNKNOWN)?;
+        }
+        if !self.inherited.contains_key(&gpu) {
+            let at = INHERITED_BASE + self.inherited.len() * CHUNK;
+            let mapping = self.gpus[gpu].memory.map_inherited(at);
+            self.inherited.insert(gpu, mapping.map_err(|_| Error::UNKNOWN)?);
         }
         Ok(())
     }

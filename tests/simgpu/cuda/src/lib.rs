@@ -22,4 +22,5 @@ mod kernels;
 mod process;
 mod service;
 mod transfer;
+mod waits;
 mod wire;

@@ -1,6 +1,6 @@
 //! What the driver knows of the process that it is loaded in. Lies in ordinary memory, so CRIU carries it.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 
 use simgpu_model::{CHUNK, GpuInfo, Mapping, Uuid};
@@ -55,6 +55,10 @@ pub(crate) struct Context {
 /// Regions of shared memory that a process has from cuInit on.
 const SHARED: usize = 3;
 
+/// Allocations of this size have larger pages, which the driver does not restore with access by peers: seen
+/// of 512 MiB, and not of 256 MiB.
+const LARGE: usize = 512 << 20;
+
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
@@ -76,6 +80,10 @@ pub(crate) struct Process {
     pub(crate) saved: Vec<Option<Mapping>>,
     /// A restore found too little GPU memory: no other one works.
     pub(crate) is_spoilt: bool,
+    /// The driver has refused a checkpoint: it refuses every later one.
+    pub(crate) is_poisoned: bool,
+    /// GPUs that may access memory of another one, each with that one.
+    pub(crate) peers: BTreeSet<(usize, usize)>,
     pub(crate) contexts: HashMap<usize, Context>,
     pub(crate) modules: HashMap<usize, Vec<Kernel>>,
     pub(crate) functions: HashMap<usize, Kernel>,
@@ -94,6 +102,8 @@ impl Process {
             current: Vec::new(),
             saved: Vec::new(),
             is_spoilt: false,
+            is_poisoned: false,
+            peers: BTreeSet::new(),
             seen: Vec::new(),
             ordinals: Vec::new(),
             nodes,
@@ -210,6 +220,17 @@ impl Process {
         self.allocations
             .values()
             .any(|allocation| matches!(allocation.backing, Backing::Managed { .. }))
+    }
+
+    /// Whether a large allocation lies on a GPU whose memory another one may access.
+    pub(crate) fn has_large_peer_memory(&self) -> bool {
+        let is_open = |gpu| self.peers.iter().any(|(_, accessed)| *accessed == gpu);
+        let is_large = |allocation: &Allocation| {
+            allocation.size >= LARGE && matches!(allocation.backing, Backing::Device { .. })
+        };
+        self.allocations
+            .values()
+            .any(|allocation| is_large(allocation) && is_open(allocation.gpu))
     }
 
     /// Whether any memory is another process's.

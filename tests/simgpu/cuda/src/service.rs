@@ -7,7 +7,7 @@
 //!     └───────────────┘ └──────────────────────────┘
 //! ```
 //! Every failure leaves the process in the state that it was in. A request whose caller is gone when its turn
-//! comes is dropped; one that has begun to move memory is finished.
+//! comes is dropped; a lock that waits for the GPU stays, and one that has begun to move memory is finished.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -79,7 +79,7 @@ impl Service {
     }
 
     /// The wait for the application's threads ignores the timeout, as the driver does; the wait for calls
-    /// under way keeps it, as documented.
+    /// and work of the GPU under way keeps it. Whoever asks for the state waits meanwhile.
     fn lock(&mut self, driver: &Driver, connection: &OwnedFd, timeout_ms: u32) -> Result<(), Error> {
         require(driver, State::Running)?;
         if !self.handshake.wait(connection).map_err(|_| Error::UNKNOWN)? {
@@ -87,14 +87,13 @@ impl Service {
         }
         let timeout = Duration::from_millis(timeout_ms.into());
         let deadline = (timeout_ms > 0).then(|| Instant::now() + timeout);
-        driver.gate.close(|| {
-            let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            if late || wire::hung_up(connection) {
-                Err(Error::NOT_READY)
-            } else {
-                Ok(())
-            }
-        })?;
+        // From here on it stays also when its caller is killed, until it succeeds or its time is over: so seen
+        // on an H100.
+        let give_up = || match deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            true => Err(Error::NOT_READY),
+            false => Ok(()),
+        };
+        driver.gate.close(|| driver.waits.is_empty(), give_up)?;
         driver.process().state = State::Locked;
         Ok(())
     }

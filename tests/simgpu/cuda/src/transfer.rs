@@ -1,7 +1,7 @@
 //! Checkpoint and restore of GPU memory: one private anonymous region per GPU while the process holds no
 //! device.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use simgpu_model::{Control, GpuInfo, Mapping, Uuid};
 
@@ -18,7 +18,11 @@ fn saved_size(allocation: &Allocation) -> usize {
 
 /// Copies GPU memory into the process and leaves the devices.
 pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
+    if process.is_poisoned {
+        return Err(Error::UNKNOWN);
+    }
     if process.has_managed() {
+        process.is_poisoned = true;
         return Err(Error::NOT_SUPPORTED);
     }
     let mut regions = Vec::new();
@@ -63,7 +67,7 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     if process.is_spoilt {
         return Err(Error::OPERATING_SYSTEM);
     }
-    if process.has_imported() {
+    if process.has_imported() || process.has_large_peer_memory() {
         return Err(Error::INVALID_VALUE);
     }
     if process.seen.is_empty() {
@@ -77,10 +81,9 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     let exposed = exposed(process, &control, &targets, pairs)?;
     let memories: Result<Vec<_>, _> = targets.iter().map(hardware::open_gpu).collect();
     let mut hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
-    let loaded = match process.contexts.is_empty() {
-        true => load(process, &hardware),
-        false => hardware.map_base().and_then(|()| load(process, &hardware)),
-    };
+    let gpus: BTreeSet<usize> = process.contexts.values().map(|context| context.gpu).collect();
+    let mapped = gpus.into_iter().try_for_each(|gpu| hardware.map_base(gpu));
+    let loaded = mapped.and_then(|()| load(process, &hardware));
     let mapped = match loaded {
         Ok(mapped) => mapped,
         Err(error) => {

@@ -156,6 +156,49 @@ fn refuses_managed_memory_and_does_no_harm() {
     );
     counter.drain();
     counter.iteration();
+    // From then on the driver refuses every checkpoint of the process.
+    assert_eq!(
+        node.step("lock,checkpoint,state,unlock,state", counter.pid(), &[]),
+        ["SUCCESS", "UNKNOWN", "1", "SUCCESS", "0"]
+    );
+    counter.drain();
+    counter.iteration();
+}
+
+#[test]
+fn large_memory_that_a_peer_may_access_is_checkpointed_and_lost() {
+    require!(missing());
+    let node = Node::new(&["mem=1024M", "mem=1024M"]);
+    for (mib, restored) in [("256", "SUCCESS"), ("512", "INVALID_VALUE")] {
+        let counter = node.counter(&["--gpu", "0,1", "--peer-mib", mib]);
+        counter.iteration();
+        let contexts = counter.device_uses(&node).into_iter().filter(|line| {
+            let is_gpu = line.ends_with("nvidia0") || line.ends_with("nvidia1");
+            is_gpu && !line.starts_with("fd ") && range(line).1 - range(line).0 == 2 << 20
+        });
+        assert!(contexts.count() >= 2, "a mapping of 2 MiB for each context");
+        assert_eq!(
+            node.step("lock,checkpoint,restore", counter.pid(), &[]),
+            ["SUCCESS", "SUCCESS", restored],
+            "{mib} MiB"
+        );
+    }
+}
+
+#[test]
+fn a_process_that_only_sees_a_gpu_has_no_large_mapping_of_it() {
+    require!(missing());
+    let node = Node::new(TWO);
+    let counter = node.counter(&["--gpu", "1"]);
+    counter.iteration();
+    let uses = counter.device_uses(&node);
+    let of = |name| {
+        uses.iter()
+            .filter(move |line| line.ends_with(name) && !line.starts_with("fd "))
+    };
+    let size = |line: &String| range(line).1 - range(line).0;
+    assert!(of("nvidia0").all(|line| size(line) < 2 << 20), "{uses:?}");
+    assert!(of("nvidia1").any(|line| size(line) >= 2 << 20), "{uses:?}");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use support::control::{self, Held, Running};
 use support::freezer::{self, Group};
-use support::{Counter, Node, PATIENCE, TWO, missing};
+use support::{Counter, Node, PATIENCE, TWO, eventually, field, missing};
 
 /// Longer than any call that does not hang, and than the lock timeout that the callers give (200 ms).
 const A_WHILE: Duration = Duration::from_millis(1500);
@@ -105,6 +105,56 @@ fn a_lock_given_up_while_threads_are_held_is_dropped() {
     assert_eq!(node.state(counter.pid()), "0");
     held.release();
     unharmed(&node, &counter);
+}
+
+/// Two ranks, of which the second waits on its GPU for the first, that sleeps.
+#[test]
+fn a_lock_that_waits_for_the_gpu_stays_when_its_caller_is_killed() {
+    require!(missing());
+    let node = Node::new(TWO);
+    let job = node.counter(&[
+        "--ranks",
+        "2",
+        "--gpu",
+        "0,1",
+        "--collectives",
+        "2",
+        "--straggle-ms",
+        "3000",
+    ]);
+    let pid_of = |gpu: &str| -> i32 {
+        let is_of = |line: &String| field(line, "gpu") == gpu;
+        field(
+            &eventually("a line of the rank", || Some(job.line()).filter(is_of)),
+            "pid",
+        )
+        .parse()
+        .unwrap()
+    };
+    let (first, second) = (pid_of("0"), pid_of("1"));
+    eventually("the rank to wait", || {
+        let mut caller = node.caller("lock,unlock", second, &[]);
+        let answers = caller.answers(PATIENCE).unwrap();
+        (answers[0] == "NOT_READY").then_some(())
+    });
+    assert_eq!(
+        node.step("lock,unlock", first, &[]),
+        ["SUCCESS"; 2],
+        "a rank that sleeps"
+    );
+    let mut caller = node.patient_caller("lock", second, &[]);
+    assert_eq!(caller.answers(Duration::from_millis(100)), None);
+    caller.kill();
+    // It succeeds when the first rank comes, or its time is over, and whoever asks for the state waits.
+    let state = node
+        .patient_caller("state", second, &[])
+        .answers(PATIENCE)
+        .unwrap();
+    if state == ["1"] {
+        assert_eq!(node.step("unlock", second, &[]), ["SUCCESS"]);
+    }
+    job.drain();
+    pid_of("1");
 }
 
 #[test]

@@ -69,7 +69,9 @@ impl GpuMemory {
                 "not the memory of a simulated GPU",
             ));
         }
-        let header = Mapping::shared(file.as_fd(), 0, CHUNK, None)?;
+        // A process that only sees a GPU has no large mapping of it.
+        let words = crate::index(chunks) * size_of::<AtomicU64>();
+        let header = Mapping::shared(file.as_fd(), 0, (WORDS_AT + words).next_multiple_of(4096), None)?;
         Ok(Self {
             file,
             header,
@@ -194,11 +196,11 @@ impl GpuMemory {
         }
     }
 
-    /// Maps the first page of the device at this address, where forked children keep it.
+    /// Maps as much of the device as a context does at this address, where forked children keep it.
     pub fn map_inherited(&self, at: usize) -> io::Result<Mapping> {
         Mapping::map(
             Some(at),
-            4096,
+            CHUNK,
             libc::PROT_READ,
             libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE,
             self.file.as_raw_fd(),

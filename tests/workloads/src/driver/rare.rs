@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString, c_int, c_uint, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
+use std::sync::atomic::AtomicU32;
 
 use libloading::Library;
 
@@ -62,6 +63,16 @@ functions! {
 }
 
 functions! {
+    Peers:
+    cuCtxEnablePeerAccess: fn(Raw, c_uint);
+}
+
+functions! {
+    Waits:
+    cuStreamWaitValue32_v2: fn(Raw, u64, c_uint, c_uint);
+}
+
+functions! {
     Variables:
     cuModuleGetGlobal_v2: fn(*mut u64, *mut usize, Raw, *const std::ffi::c_char);
 }
@@ -86,6 +97,24 @@ impl Driver {
         let rare = Rare::load(&self.library)?;
         let mut stream = ptr::null_mut();
         call!(self, rare, cuStreamCreate(&raw mut stream, 0))
+    }
+
+    /// Lets the current context's GPU access the memory of another context's.
+    pub fn enable_peer_access(&self, Context(peer): Context) -> Result<()> {
+        let peers = Peers::load(&self.library)?;
+        call!(self, peers, cuCtxEnablePeerAccess(peer, 0))
+    }
+
+    /// Starts work on the current context's GPU that is done when `word` is as large as `value`.
+    pub fn wait_on_gpu(&self, word: &'static AtomicU32, value: u32) -> Result<()> {
+        const GEQ: c_uint = 0;
+        let waits = Waits::load(&self.library)?;
+        let address = ptr::from_ref(word).expose_provenance() as u64;
+        call!(
+            self,
+            waits,
+            cuStreamWaitValue32_v2(ptr::null_mut(), address, value, GEQ)
+        )
     }
 
     /// Closes what [`Driver::import`] opened.

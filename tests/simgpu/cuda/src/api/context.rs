@@ -33,7 +33,7 @@ fn make(process: &mut Process, gpu: usize, primary: bool) -> Result<usize, Error
         .hardware
         .as_mut()
         .ok_or(Error::ILLEGAL_STATE)?
-        .map_base()?;
+        .map_base(gpu)?;
     let memory = process.allocate(gpu, CHUNK)?;
     let number = process.fresh_handle();
     process.contexts.insert(
@@ -170,11 +170,54 @@ unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut Handle) -> i32 {
     })
 }
 
+/// The current context's GPU may access memory of that of `peer` from now on.
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxEnablePeerAccess(peer: Handle, _flags: u32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        let pair = peers(&process, peer)?;
+        match process.peers.insert(pair) {
+            true => Ok(()),
+            false => Err(Error::PEER_ACCESS_ALREADY_ENABLED),
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxDisablePeerAccess(peer: Handle) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let mut process = entered.process();
+        let pair = peers(&process, peer)?;
+        match process.peers.remove(&pair) {
+            true => Ok(()),
+            false => Err(Error::PEER_ACCESS_NOT_ENABLED),
+        }
+    })
+}
+
+/// The GPU that accesses, and the one whose memory it accesses.
+fn peers(process: &Process, peer: Handle) -> Result<(usize, usize), Error> {
+    let accessing = current_gpu(process)?;
+    let accessed = process
+        .contexts
+        .get(&peer.addr())
+        .ok_or(Error::INVALID_CONTEXT)?
+        .gpu;
+    match accessing == accessed {
+        true => Err(Error::INVALID_DEVICE),
+        false => Ok((accessing, accessed)),
+    }
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn cuCtxSynchronize() -> i32 {
     answer(|| {
         let entered = driver::enter()?;
-        current_gpu(&entered.process()).map(drop)
+        current_gpu(&entered.process())?;
+        entered.waits().finish();
+        Ok(())
     })
 }
 
@@ -195,8 +238,11 @@ unsafe extern "C" fn cuStreamCreate(stream: *mut Handle, _flags: u32) -> i32 {
 extern "C" fn cuStreamSynchronize(stream: Handle) -> i32 {
     answer(|| {
         let entered = driver::enter()?;
-        let known = stream.is_null() || entered.process().streams.contains(&stream.addr());
-        if known { Ok(()) } else { Err(Error::INVALID_HANDLE) }
+        if !stream.is_null() && !entered.process().streams.contains(&stream.addr()) {
+            return Err(Error::INVALID_HANDLE);
+        }
+        entered.waits().finish();
+        Ok(())
     })
 }
 
