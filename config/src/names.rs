@@ -24,6 +24,9 @@ pub const HOOK_PROGRAM: &str = "firn-hook";
 /// container was restored from.
 pub const BUNDLE_INHERITED: &str = "firn-inherited.json";
 
+/// File in the bundle with the processes whose checkpoint the driver has refused.
+pub const BUNDLE_REFUSED: &str = "firn-gpu-refused.json";
+
 /// firn's plugin for CRIU.
 pub const CRIU_PLUGIN: &str = "libfirn_criu.so";
 
@@ -79,6 +82,9 @@ pub const ANNOTATION_RESTARTS: &str = "io.kubernetes.container.restartCount";
 /// Annotation: `none` asserts that the container's processes share no GPU memory with each other,
 /// `released-by-hook` that they share none once the prepare hook was called.
 pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
+
+/// Annotation: `none` asserts that no GPU of a process accesses the memory of another one.
+pub const ANNOTATION_PEER_ACCESS: &str = "firn.dev/peer-access";
 
 /// Annotation: `released-by-hook` asserts that no process holds any accelerator once the prepare hook was
 /// called. The checkpoint then holds nothing of any device.
@@ -174,7 +180,7 @@ pub const FIRNS: &str = "firn.dev/";
 
 /// firn's annotations that a given spec may have. Whoever writes a spec may set them, as the author of a pod:
 /// they may cost the container its own state and give it nothing.
-pub const ANNOTATIONS_OF_SPECS: [&str; 17] = [
+pub const ANNOTATIONS_OF_SPECS: [&str; 18] = [
     ANNOTATION_GPU_MAP,
     ANNOTATION_REMAP_POLICY,
     ANNOTATION_RESTORE_FROM,
@@ -183,6 +189,7 @@ pub const ANNOTATIONS_OF_SPECS: [&str; 17] = [
     ANNOTATION_IPC,
     ANNOTATION_GPU,
     ANNOTATION_NCCL,
+    ANNOTATION_PEER_ACCESS,
     ANNOTATION_EXEC,
     ANNOTATION_TCP,
     ANNOTATION_BULK,

@@ -15,7 +15,9 @@ use firn_oci::{Spec, SpecError, job_hook};
 use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
-use crate::finding::{self, Connection, Finding, Inherited, Processes, UnixSocket, Unreadable};
+use crate::finding::{
+    self, Connection, Finding, Inherited, Processes, RefusedBefore, UnixSocket, Unreadable,
+};
 use crate::{Assertions, Refusal, Workload};
 
 /// The node of a container, and the GPUs that it has there.
@@ -265,6 +267,9 @@ impl<'a> Run<'a> {
         let cuda: Vec<i32> = (self.cuda().iter().copied())
             .filter(|pid| dumped.contains(pid))
             .collect();
+        if let Some(path) = &self.workload.refused_before {
+            self.outcome.refusals.extend(RefusedBefore::first_of(path, &cuda));
+        }
         let before = self
             .workload
             .inherited
@@ -282,6 +287,9 @@ impl<'a> Run<'a> {
         if self.is_device_free() {
             // What shows that has been reported already, and goes with the devices.
             findings.retain(|found| !found.is_of_a_gpu());
+        }
+        if assertions.no_peer_access {
+            finding::without_peer_access(&mut findings);
         }
         let (mut refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         refusals.retain(|refusal| !(self.workload.pause && refusal.is_crius()));

@@ -11,6 +11,7 @@ pub fn refusals() -> Vec<Refusal> {
     let comm = || "python".to_owned();
     let mut all = of_the_node();
     all.extend(of_gpus_in_other_processes());
+    all.extend(of_the_driver());
     all.extend([of_connections(), of_deleted_names()]);
     all.extend(of_unix_sockets());
     all.extend([
@@ -66,6 +67,22 @@ pub fn refusals() -> Vec<Refusal> {
     ]);
     all.extend(of_the_environment());
     all
+}
+
+fn of_the_driver() -> [Refusal; 2] {
+    let (pid, comm) = (7, || "python".to_owned());
+    [
+        Refusal::RefusedBefore {
+            pid,
+            comm: comm(),
+            answer: "CUDA_ERROR_NOT_SUPPORTED".to_owned(),
+        },
+        Refusal::PeerAccess {
+            pid,
+            comm: comm(),
+            gpus: vec!["nvidia0".to_owned(), "nvidia1".to_owned()],
+        },
+    ]
 }
 
 fn of_gpus_in_other_processes() -> [Refusal; 3] {

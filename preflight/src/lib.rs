@@ -17,7 +17,8 @@ mod workload;
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
-    Certainty, Connection, Finding, Inherited, OtherEnd, UnixKind, UnixSocket, Unreadable, is_in_vfork,
+    Certainty, Connection, Finding, Inherited, OtherEnd, RefusedBefore, UnixKind, UnixSocket, Unreadable,
+    is_in_vfork,
 };
 pub use refusal::Refusal;
 pub use workload::{Assertions, Capacity, OtherVendors, Workload};

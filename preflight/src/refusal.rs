@@ -53,6 +53,12 @@ pub enum Refusal {
         ranges: usize,
         bytes: u64,
     },
+    #[error(
+        "the driver has refused to checkpoint process {pid} ({comm}) before ({answer}), and refuses it for \
+         ever since then"
+    )]
+    #[problem("FIRN-GPU-REFUSED", START_ANEW)]
+    RefusedBefore { pid: i32, comm: String, answer: String },
     #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
     #[problem("FIRN-MPS", "start the container without MPS")]
     Mps {
@@ -117,6 +123,18 @@ pub enum Refusal {
     #[error("process {pid} ({comm}) has not let go of its device after the hook prepare: it has {what}")]
     #[problem("FIRN-GPU-HELD", LET_GO)]
     DeviceHeld { pid: i32, comm: String, what: String },
+    #[error(
+        "process {pid} ({comm}) computes on several GPUs ({}): if one accesses the memory of another, the \
+         driver checkpoints and cannot restore it",
+        gpus.join(", ")
+    )]
+    #[problem("FIRN-PEER", NO_PEER_ACCESS)]
+    PeerAccess {
+        pid: i32,
+        comm: String,
+        /// Device nodes of the GPUs that it has a context on.
+        gpus: Vec<String>,
+    },
     #[error("process {pid} ({comm}) has loaded {file}, which shares GPU memory with other processes")]
     #[problem("FIRN-IPC", SHARE_NONE)]
     SharingLibrary { pid: i32, comm: String, file: String },
@@ -234,6 +252,8 @@ const CHILD_OF_INIT: &str = "end the exec'd process, or start it from the contai
 const OMIT_EXEC: &str = "wait for its end or end it, or let CRIU leave it out: annotation \
                          firn.dev/exec=omit, or exec = \"omit\" under [checkpoint] in the configuration";
 const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMalloc)";
+const START_ANEW: &str = "end the process and start it again, without what the driver could not checkpoint \
+                          (managed memory, or memory shared with others)";
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
@@ -245,6 +265,9 @@ const SHARES_NONE: &str = "if it shares none, create the container with the anno
 const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
                           ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
                           prepare hook that ends their communicators";
+const NO_PEER_ACCESS: &str = "run a process for each GPU, or copy between GPUs through the host; if none of \
+                              its GPUs accesses another one's memory (PyTorch lets them when it copies \
+                              between GPUs), create the container with the annotation firn.dev/peer-access=none";
 const RELEASE: &str = "end every NCCL communicator in the hook prepare (PyTorch: \
                        torch.distributed.destroy_process_group), and answer only then; a suspended one still \
                        has its socket";

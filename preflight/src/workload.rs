@@ -35,6 +35,9 @@ pub struct Workload {
     pub criu_plugin: bool,
     /// The file in the bundle that keeps what processes had inherited at the container's last checkpoint.
     pub inherited: Option<PathBuf>,
+    /// The file in the bundle that keeps which processes the driver has refused to checkpoint.
+    #[serde(default)]
+    pub refused_before: Option<PathBuf>,
     /// Mount points of the container's own tmpfs, whose files CRIU puts into the image.
     pub tmpfs: Vec<PathBuf>,
     /// Check that there is enough memory and disk space.
@@ -72,6 +75,8 @@ pub struct Capacity {
 pub struct Assertions {
     /// The processes share no GPU memory.
     pub shares_nothing: bool,
+    /// No GPU of a process accesses the memory of another one.
+    pub no_peer_access: bool,
     /// The hook `prepare` has released all GPU memory that the processes shared.
     pub released: bool,
     /// The hook `prepare` has let go of every accelerator: nothing of any is in the checkpoint.
@@ -96,6 +101,7 @@ impl Assertions {
         let released = spec.is_some_and(job_hook::releases_shared_memory);
         Self {
             shares_nothing: released || annotation(names::ANNOTATION_IPC) == Some("none"),
+            no_peer_access: annotation(names::ANNOTATION_PEER_ACCESS) == Some("none"),
             released,
             device_free: spec.is_some_and(job_hook::releases_devices),
             nccl_sockets,

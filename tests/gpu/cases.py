@@ -83,7 +83,7 @@ def all_cases(sizes, mib):
     found = [
         Case("four", 90, 1, trip("four", sharing_nothing(
             counter(["--mib", f"{mib}", "--procs", "4"])), memory=4 * mib / 1024, workers=4)),
-        Case("two-gpu", 90, 2, trip("two-gpu", counter(["--mib", f"{mib}", "--gpu", "0,1"], 2), memory=mib / 1024, workers=2)),
+        Case("two-gpu", 90, 2, trip("two-gpu", without_peer_access(counter(["--mib", f"{mib}", "--gpu", "0,1"], 2)), memory=mib / 1024, workers=2)),
         Case("task-checkpoint", 60, 1, lambda setup, end, record: task_checkpoint(
             setup, end, record, "task", counter(["--mib", f"{mib}"]), mib / 1024)),
         Case("managed", 60, 1, managed),
@@ -129,6 +129,11 @@ def counter(arguments, gpus=1):
 def sharing_nothing(workload):
     """The same, with its owner's word that its processes share no GPU memory: several are refused otherwise."""
     return replace(workload, options=[*workload.options, "--annotation", "firn.dev/ipc=none"])
+
+
+def without_peer_access(workload):
+    """The same, with its owner's word that no GPU of a process accesses another one's memory."""
+    return replace(workload, options=[*workload.options, "--annotation", "firn.dev/peer-access=none"])
 
 
 def counts(container):

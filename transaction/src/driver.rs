@@ -39,6 +39,15 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The driver's call that restores GPU state.
 const RESTORE: &str = "cuCheckpointProcessRestore";
 
+/// The driver's call that lets a process start no more work.
+const LOCK: &str = "cuCheckpointProcessLock";
+
+/// The driver's call that copies GPU state into host memory.
+const CHECKPOINT: &str = "cuCheckpointProcessCheckpoint";
+
+/// The driver's answer for what it cannot checkpoint or lock.
+const NOT_SUPPORTED: &str = "CUDA_ERROR_NOT_SUPPORTED";
+
 /// The driver's answer to a lock whose time limit has passed.
 const TIMED_OUT: &str = "CUDA_ERROR_NOT_READY";
 
@@ -132,7 +141,12 @@ fn raise_deadline(op: &str) -> Remedy<'static> {
 
 fn driver_remedy(error: &DriverError) -> Remedy<'static> {
     match &*error.name {
-        "CUDA_ERROR_NOT_SUPPORTED" => remedy(
+        NOT_SUPPORTED if error.call == LOCK => remedy(
+            "FIRN-GPU-UNSUPPORTED",
+            "a profiler may be attached, also one that was stopped (torch.profiler, Nsight; libcupti or \
+             libnvperf in /proc/PID/maps): start the process again without it",
+        ),
+        NOT_SUPPORTED => remedy(
             "FIRN-GPU-UNSUPPORTED",
             "the process uses what this driver cannot checkpoint or restore: managed memory, or memory \
              shared with others",
@@ -152,6 +166,16 @@ impl WorkerError {
             Self::Deadline { .. } => true,
             Self::Process { source, .. } => source.name == TIMED_OUT,
             _ => false,
+        }
+    }
+
+    /// The process that the driver refuses to checkpoint for what it has, and its answer.
+    pub(crate) fn refusal(&self) -> Option<(i32, &str)> {
+        match self {
+            Self::Process { pid, source } if source.call == CHECKPOINT && source.name == NOT_SUPPORTED => {
+                Some((*pid, &source.name))
+            }
+            _ => None,
         }
     }
 

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
 use firn_host::{Problem, clock};
-use firn_preflight::Inherited;
+use firn_preflight::{Inherited, RefusedBefore};
 use serde::{Deserialize, Serialize};
 
 pub use self::record::Record;
@@ -342,6 +342,16 @@ impl Journal {
         let bundle = self.0.path.parent().unwrap_or(Path::new("/")).to_owned();
         let kept = in_time(move || Inherited::keep(&inherited, &bundle)).await;
         kept.or_warn(format_args!("cannot keep what processes have inherited"));
+    }
+
+    /// The driver has refused to checkpoint a process.
+    pub async fn keep_refused(&self, pid: i32, answer: &str) {
+        let bundle = self.0.path.parent().unwrap_or(Path::new("/")).to_owned();
+        let answer = answer.to_owned();
+        let kept = in_time(move || RefusedBefore::keep(&bundle, pid, &answer)).await;
+        kept.or_warn(format_args!(
+            "cannot keep that the driver has refused process {pid}"
+        ));
     }
 
     /// A child works for the transaction.

@@ -73,10 +73,15 @@ const GRANT: [Topic; 2] = [
 const BUNDLE_SPEC: &str = "config.json of the bundle";
 
 /// Signals of what the processes have open and mapped.
-const FINDINGS: [Topic; 9] = [
+const FINDINGS: [Topic; 11] = [
     Topic("managed_memory", "/proc/PID/maps"),
+    Topic(
+        "refused_by_the_driver_before",
+        "firn-gpu-refused.json of the bundle",
+    ),
     Topic("mps", "/proc/PID/fd and environ"),
     Topic(SHARED, "the number of CUDA processes, /proc/PID/maps and environ"),
+    Topic(PEERS, "/proc/PID/maps"),
     Topic(IMEX, "/proc/PID/fd"),
     Topic("rdma", "/proc/PID/fd"),
     Topic("io_uring", "/proc/PID/fd and maps"),
@@ -90,6 +95,7 @@ const FINDINGS: [Topic; 9] = [
 
 const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
+const PEERS: &str = "peer_access";
 const INHERITED: &str = "inherited_gpus";
 
 /// Of a job that lets go of every device in its hook.
@@ -150,6 +156,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::DeviceHeld { .. } => DEVICES[0].0,
         Refusal::CudaExec { .. } | Refusal::Exec { .. } => "processes_of_exec",
         Refusal::ManagedMemory { .. } => "managed_memory",
+        Refusal::RefusedBefore { .. } => "refused_by_the_driver_before",
         Refusal::Mps { .. } => "mps",
         Refusal::IoUring { .. } => "io_uring",
         Refusal::ProtectionKey { .. } => "protection_keys",
@@ -165,6 +172,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         | Refusal::UnixSocketsKept { .. }
         | Refusal::UnixSocketsUnseen { .. }
         | Refusal::UnixSocketsPlugin { .. } => OUTSIDE,
+        Refusal::PeerAccess { .. } => PEERS,
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. }
         | Refusal::SharingLibrary { .. }
@@ -381,7 +389,7 @@ fn certainty(signal: &Signal, found: &[&Finding], assertions: &Assertions) -> Ce
     let is_certain = |finding: &&Finding| finding.certainty == firn_preflight::Certainty::Certain;
     match signal.signal {
         // Only the means of sharing memory can be found, never the sharing itself.
-        SHARED | IMEX if signal.refused => Certainty::Suspected,
+        SHARED | IMEX | PEERS if signal.refused => Certainty::Suspected,
         SHARED => Certainty::None,
         IMEX if assertions.shares_nothing => Certainty::None,
         _ if signal.refused => Certainty::Certain,

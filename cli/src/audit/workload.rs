@@ -141,6 +141,10 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             .bundle
             .as_deref()
             .map(|bundle| bundle.join(names::BUNDLE_INHERITED)),
+        refused_before: subject
+            .bundle
+            .as_deref()
+            .map(|bundle| bundle.join(names::BUNDLE_REFUSED)),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
         tmpfs: spec.and_then(|spec| spec.own_tmpfs().ok()).unwrap_or_default(),
         capacity: by_firn.then(|| Capacity {

@@ -38,6 +38,9 @@ impl Drop for Sleep {
 /// A mapping that every process has after cuInit.
 const CUDA: &str = "204a00000-204c00000 rw-s 204a00000 00:06 612 /dev/nvidia-uvm\n";
 const MANAGED: &str = "7f5fd0000000-7f5fd4000000 rw-s 7f5fd0000000 00:06 612 /dev/nvidia-uvm\n";
+/// Contexts on two GPUs.
+const PEERS: &str = "200600000-200800000 rw-s 00000000 00:06 615 /dev/nvidia0\n\
+    209600000-209800000 rw-s 00000000 00:06 616 /dev/nvidia1\n";
 /// NCCL without and with CUDA.
 const NCCL: &str = "7f00-7f10 r-xp 00000000 fe:01 5 /venv/libnccl.so.2\n";
 const RANK: &str = "204a00000-204c00000 rw-s 204a00000 00:06 612 /dev/nvidia-uvm\n\
@@ -86,9 +89,10 @@ fn codes(root: &Path, workload: &Workload) -> Vec<String> {
 fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
     let (first, second) = (Sleep::start(), Sleep::start());
     let (one, two) = (first.pid(), second.pid());
-    let table: [(&[Shown<'_>], &[i32], &[&str]); 11] = [
+    let table: [(&[Shown<'_>], &[i32], &[&str]); 12] = [
         (&[(one, CUDA, &[])], &[one], &[]),
         (&[(one, MANAGED, &[])], &[one], &["FIRN-UVM"]),
+        (&[(one, PEERS, &[])], &[one], &["FIRN-PEER"]),
         (&[(one, CUDA, &["/run/mps/control"])], &[one], &["FIRN-MPS"]),
         (&[(one, "", &["anon_inode:[io_uring]"])], &[], &["FIRN-IO-URING"]),
         (&[(one, "", &["/dev/infiniband/uverbs0"])], &[], &["FIRN-RDMA"]),
@@ -117,6 +121,26 @@ fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
             ..Workload::default()
         };
         assert_eq!(codes(root.path(), &workload), expected, "{processes:?}");
+    }
+}
+
+#[test]
+fn the_owners_word_about_peer_access_lets_a_process_have_several_gpus() {
+    let child = Sleep::start();
+    let root = proc_root(&[(child.pid(), PEERS, &[])]);
+    let spec = |value: &str| serde_json::json!({"annotations": {"firn.dev/peer-access": value}}).into();
+    for (value, expected) in [("none", &[][..]), ("some", &["FIRN-PEER"])] {
+        let assertions = Assertions::of(Some(&spec(value)), &firn_config::Config::default(), None);
+        let workload = Workload {
+            init: me(),
+            pids: vec![me(), child.pid()],
+            cuda: vec![child.pid()],
+            processes: Some(assertions),
+            // What a pause of the driver alone could not restore is refused, too.
+            pause: true,
+            ..Workload::default()
+        };
+        assert_eq!(codes(root.path(), &workload), expected, "{value}");
     }
 }
 

@@ -7,6 +7,11 @@
 use super::{Certainty, Finding};
 use crate::Refusal;
 
+/// Drops what the owner's word about peer access answers.
+pub(crate) fn without_peer_access(findings: &mut Vec<Finding>) {
+    findings.retain(|finding| !matches!(finding.refusal, Refusal::PeerAccess { .. }));
+}
+
 /// All refusals that follow from the findings, and the findings that refuse nothing. `shares_nothing`: the
 /// owner asserts that the processes share no GPU memory.
 pub(crate) fn evaluate(mut findings: Vec<Finding>, shares_nothing: bool) -> (Vec<Refusal>, Vec<Finding>) {
@@ -178,6 +183,24 @@ mod tests {
             ));
             assert!(first(managed(Certainty::Suspected), owner).is_none());
         }
+    }
+
+    #[test]
+    fn a_process_on_several_gpus_is_refused_unless_its_owner_asserts_that_there_is_no_peer_access() {
+        let several = || {
+            let gpus = vec!["nvidia0".to_owned(), "nvidia1".to_owned()];
+            let (pid, comm) = (7, comm());
+            vec![finding(
+                Refusal::PeerAccess { pid, comm, gpus },
+                Certainty::Certain,
+            )]
+        };
+        for owner in [NO_ASSERTION, SHARES_NOTHING] {
+            assert_eq!(first(several(), owner).unwrap().code(), "FIRN-PEER");
+        }
+        let mut findings = several();
+        without_peer_access(&mut findings);
+        assert!(findings.is_empty());
     }
 
     #[test]

@@ -11,6 +11,11 @@
 //! - NCCL: its transports over peer-to-peer access and over shared memory share GPU memory between processes,
 //!   which can be checkpointed and not restored. They count as off only if the process was started with them
 //!   off: /proc shows the environment of the start, and not what the program sets later.
+//! - Peer access: a process whose GPUs access each other's memory is checkpointed and, with large
+//!   allocations, never restored. Nothing shows the access. A context on a GPU shows: a shared mapping of
+//!   2 MiB or more of that GPU's node (a process that only sees a GPU has mappings of 64 KiB of its node). A
+//!   process with contexts on several GPUs is therefore refused unless its owner asserts that there is no
+//!   such access.
 //! - MPS: a process with an open file in the pipe directory of an MPS daemon is a client. A pipe directory
 //!   that only exists, or that only a variable names, may be unused.
 //! - Libraries that share GPU memory between processes: UCX's for CUDA, and the plugins that NVSHMEM loads
@@ -24,7 +29,7 @@
 //!   no device node of the driver, as every process does after cuInit. (Both map libcuda. /dev/nvidia-uvm is
 //!   mapped only with a context, which cuMemCreate does not need.)
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -48,14 +53,16 @@ mod held;
 mod inherited;
 mod kept;
 mod protection_keys;
+mod refused_before;
 #[cfg(test)]
 mod tests;
 mod unix_sockets;
 
 pub use connections::Connection;
-pub(crate) use evaluate::evaluate;
+pub(crate) use evaluate::{evaluate, without_peer_access};
 pub use inherited::Inherited;
 pub(crate) use kept::kept;
+pub use refused_before::RefusedBefore;
 pub use unix_sockets::{Kind as UnixKind, OtherEnd, UnixSocket};
 
 use connections::socket as socket_inode;
@@ -65,6 +72,9 @@ use crate::{Assertions, Refusal};
 
 /// Size of the driver's own mapping of /dev/nvidia-uvm for each context. The first is at 0x204a00000.
 const UVM_BASELINE: u64 = 2 << 20;
+
+/// Size of the smallest mapping of a GPU's node that shows a context on it.
+const CONTEXT: u64 = 2 << 20;
 
 /// Addresses that the driver reserves for itself.
 const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
@@ -229,6 +239,10 @@ fn inspect_one(
         let (comm, missing) = (comm(), environment.missing_for_sockets());
         add(Refusal::Nccl { pid, comm, missing }, Certainty::Certain);
     }
+    if mapped.contexts.len() > 1 {
+        let (comm, gpus) = (comm(), mapped.contexts.into_iter().collect());
+        add(Refusal::PeerAccess { pid, comm, gpus }, Certainty::Certain);
+    }
     if let Some(file) = mapped.sharing {
         let comm = comm();
         add(Refusal::SharingLibrary { pid, comm, file }, Certainty::Suspected);
@@ -251,6 +265,14 @@ fn is_node(name: &[u8]) -> bool {
     }
 }
 
+/// The name of the GPU's node that a file is, which may be deleted.
+fn gpu_of(name: &[u8]) -> Option<String> {
+    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    let number = name.strip_prefix(b"nvidia")?;
+    let is_gpu = !number.is_empty() && number.iter().all(u8::is_ascii_digit);
+    is_gpu.then(|| String::from_utf8_lossy(name).into_owned())
+}
+
 /// What the mappings of a process contain.
 #[derive(Default)]
 struct Mapped {
@@ -261,6 +283,8 @@ struct Mapped {
     sharing: Option<String>,
     /// Whether a device node of the driver is mapped.
     has_node: bool,
+    /// Names of the nodes of the GPUs that it has contexts on.
+    contexts: BTreeSet<String>,
 }
 
 impl Mapped {
@@ -285,6 +309,9 @@ impl Mapped {
         }
         let name = mapping.file_name();
         self.has_node |= is_node(name);
+        if let Some(gpu) = gpu_of(name).filter(|_| mapping.bytes() >= CONTEXT) {
+            self.contexts.insert(gpu);
+        }
         self.nccl |= name.starts_with(b"libnccl");
         let shares = |library: &&str| name.starts_with(library.as_bytes());
         if self.sharing.is_none() && SHARING_LIBRARIES.iter().any(shares) {

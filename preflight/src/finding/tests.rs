@@ -44,6 +44,7 @@ enum Kind {
     Sharing { file: String },
     Mps { directory: PathBuf },
     Several { pids: Vec<i32> },
+    Peers { gpus: Vec<String> },
 }
 
 /// Kind, process and certainty of a finding.
@@ -59,6 +60,7 @@ fn known(Finding { refusal, certainty }: Finding) -> (Kind, i32, Certainty) {
             let pids = processes.into_iter().map(|(pid, _)| pid).collect();
             (Kind::Several { pids }, 0)
         }
+        Refusal::PeerAccess { pid, gpus, .. } => (Kind::Peers { gpus }, pid),
         other => panic!("{other}"),
     };
     (kind, pid, certainty)
@@ -99,6 +101,21 @@ fn managed_memory_differs_from_the_drivers_own_mapping() {
             Certainty::Certain
         )]
     );
+}
+
+#[test]
+fn contexts_on_several_gpus_show_by_large_mappings_of_their_nodes() {
+    // What a process maps of a GPU that it only sees, and of one with a context, as on an H100.
+    let seen = "7f6b10000000-7f6b10010000 rw-s 00000000 00:06 616                        /dev/nvidia1\n";
+    assert_eq!(kinds(seen, ""), []);
+    for name in ["/dev/nvidia1", "/dev/nvidia1 (deleted)", "/dev/nvidia12"] {
+        let context = format!("{seen}209600000-209800000 rw-s 00000000 00:06 616      {name}\n");
+        let second = name.trim_start_matches("/dev/").trim_end_matches(" (deleted)");
+        let gpus = vec!["nvidia0".to_owned(), second.to_owned()];
+        assert_eq!(kinds(&context, ""), [(Kind::Peers { gpus }, Certainty::Certain)]);
+    }
+    let same = "209600000-209800000 rw-s 00000000 00:06 615      /dev/nvidia0\n";
+    assert_eq!(kinds(same, ""), []);
 }
 
 #[test]

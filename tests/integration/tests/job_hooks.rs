@@ -91,14 +91,14 @@ fn hooks_are_called_with_what_has_changed(platform: Platform) -> Result<()> {
         output_is_kept(a)?;
 
         // A failure after the hook prepare.
-        a.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_NOT_SUPPORTED"])?;
+        a.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_LAUNCH_FAILED"])?;
         failure(source.checkpoint("checkpoint/never"))?;
         a.no_faults()?;
         source.goes_on(3)?;
         let now = calls(&source)?;
         ensure!(names(&now[2..]) == ["prepare", "failed"], "{now:?}");
         ensure!(now[2][2] == now[3][2] && now[2][2] != noted[0][2], "{now:?}");
-        ensure!(now[3].join(" ").contains("CUDA_ERROR_NOT_SUPPORTED"), "{now:?}");
+        ensure!(now[3].join(" ").contains("CUDA_ERROR_LAUNCH_FAILED"), "{now:?}");
         a.send_image("checkpoint/job", b)?;
         source.remove()?;
         a.idle()?;
@@ -387,9 +387,9 @@ fn a_resumed_hook_that_fails_keeps_the_image(platform: Platform) -> Result<()> {
         };
         logged("FIRN-HOOK-RESUMED")?;
         source.goes_on(3)?;
-        host.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_NOT_SUPPORTED"])?;
+        host.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_LAUNCH_FAILED"])?;
         let output = failure(source.checkpoint("checkpoint/never"))?;
-        ensure!(output.contains("CUDA_ERROR_NOT_SUPPORTED"), "{output}");
+        ensure!(output.contains("CUDA_ERROR_LAUNCH_FAILED"), "{output}");
         logged("FIRN-HOOK-FAILED")?;
         host.no_faults()?;
         source.goes_on(3)?;

@@ -32,7 +32,7 @@ const FOUR_PROCESSES: Job = Job {
 const TWO_GPUS: Job = Job {
     gpus: &["0", "1"],
     counters: 2,
-    options: &[],
+    options: &["--annotation", "firn.dev/peer-access=none"],
     arguments: &["--gpu", "0,1"],
 };
 const TWO_THREADS: Job = Job {

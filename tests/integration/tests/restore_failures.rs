@@ -218,7 +218,8 @@ fn too_few_gpus_are_refused_before_runc_is_called(platform: Platform) -> Result<
     let a = GpuHost::for_test(platform, "rf-few-a", &two)?;
     on([a, host(platform, "rf-few-b", 3)?], |[a, b]| {
         b.watch_runc()?;
-        let job = Container::count(a, "job", &["0", "1"], 2, &["--gpu", "0,1"])?;
+        let owner = ["--annotation", "firn.dev/peer-access=none"];
+        let job = Container::count_with(a, "job", &["0", "1"], 2, &owner, &["--gpu", "0,1"])?;
         job.goes_on(3)?;
         job.checkpoint("checkpoint/job")?;
         job.remove()?;

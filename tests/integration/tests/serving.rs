@@ -159,7 +159,7 @@ fn engines_release_memory_before_and_take_it_up_after(platform: Platform) -> Res
                 engine.file,
                 requests(&server)?
             );
-            a.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_NOT_SUPPORTED"])?;
+            a.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_LAUNCH_FAILED"])?;
             failure(server.checkpoint("checkpoint/never"))?;
             a.no_faults()?;
             ensure!(

@@ -404,10 +404,17 @@ impl Device for ContainerEffects<'_> {
         // From now on the driver may open its files again: only this record shows what is inherited.
         self.journal.keep_inherited(self.progress.inherited.clone()).await;
         let copy = unless_cancelled(&self.cancel, self.gpu.checkpoint(pids));
-        match pids {
-            [] => copy.await?,
-            _ => huge_pages::during(self.config.checkpoint.huge_pages, copy).await?,
+        let copied = match pids {
+            [] => copy.await,
+            _ => huge_pages::during(self.config.checkpoint.huge_pages, copy).await,
+        };
+        if let Err(EffectError::Gpu(error)) = &copied
+            && let Some((pid, answer)) = error.refusal()
+        {
+            // The driver answers this once; from then on only the record shows why.
+            self.journal.keep_refused(pid, answer).await;
         }
+        copied?;
         self.timings.mark(Phase::GpuCheckpoint);
         Ok(())
     }

@@ -12,6 +12,29 @@ fn program(directory: &Path, script: &str) -> PathBuf {
     program
 }
 
+/// The driver's answer to a call on process 7.
+fn refused(call: &str, name: &str) -> WorkerError {
+    let source = DriverError {
+        call: call.to_owned(),
+        code: 801,
+        name: name.to_owned(),
+    };
+    WorkerError::Process { pid: 7, source }
+}
+
+#[test]
+fn a_lock_that_is_not_supported_names_profilers_and_only_a_refused_checkpoint_is_kept() {
+    let at_lock = refused("cuCheckpointProcessLock", "CUDA_ERROR_NOT_SUPPORTED");
+    assert_eq!(at_lock.code(), "FIRN-GPU-UNSUPPORTED");
+    assert!(at_lock.hint().contains("torch.profiler") && at_lock.refusal().is_none());
+    let at_checkpoint = refused("cuCheckpointProcessCheckpoint", "CUDA_ERROR_NOT_SUPPORTED");
+    assert!(at_checkpoint.hint().contains("managed memory"));
+    assert_eq!(at_checkpoint.refusal(), Some((7, "CUDA_ERROR_NOT_SUPPORTED")));
+    for name in ["CUDA_ERROR_UNKNOWN", "CUDA_ERROR_OUT_OF_MEMORY"] {
+        assert!(refused("cuCheckpointProcessCheckpoint", name).refusal().is_none());
+    }
+}
+
 #[tokio::test]
 async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
     let directory = tempfile::tempdir().unwrap();

@@ -199,7 +199,7 @@ fn one_fails(cri: Cri<'_>) -> Result<String> {
     let mut codes = Vec::new();
     for (call, error) in [
         ("lock", "CUDA_ERROR_NOT_SUPPORTED"),
-        ("checkpoint", "CUDA_ERROR_NOT_SUPPORTED"),
+        ("checkpoint", "CUDA_ERROR_UNKNOWN"),
     ] {
         cri.host
             .fault(&["--call", call, "--error", error, "--times", "1"])?;

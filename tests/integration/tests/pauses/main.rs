@@ -132,9 +132,12 @@ fn a_paused_container_is_resumed_on_another_gpu(platform: Platform) -> Result<()
     })
 }
 
+/// The owner's word for a process on two GPUs.
+const NO_PEER_ACCESS: [&str; 2] = ["--annotation", "firn.dev/peer-access=none"];
+
 fn a_running_container_moves(platform: Platform) -> Result<()> {
     on([host(platform, "pa-move")?], |[host]| {
-        let job = Container::count_with(host, "job", &["0", "1"], 2, &[], &["--gpu", "0,1"])?;
+        let job = Container::count_with(host, "job", &["0", "1"], 2, &NO_PEER_ACCESS, &["--gpu", "0,1"])?;
         job.goes_on(2)?;
         let pid = job.pid()?;
         let uuids = host.uuids();

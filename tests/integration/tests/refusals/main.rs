@@ -487,6 +487,8 @@ fn main() -> ExitCode {
         mps_and_an_old_driver_are_refused [FORKY_V2, TRIXIE];
         a_gpu_in_mig_mode_is_refused [FORKY_V2];
         others::changes_by_others_are_named_and_cost_nothing [FORKY];
+        others::a_process_on_two_gpus_is_refused_unless_its_owner_knows_of_no_access [FORKY];
+        others::what_the_driver_has_refused_once_is_refused_by_that_reason [FORKY];
         rollback::a_driver_that_fails_a_checkpoint_costs_nothing [FORKY, TRIXIE];
         rollback::when_one_of_four_processes_fails_all_four_go_on [FORKY];
         rollback::a_failed_gpu_restore_is_tried_again [FORKY];

@@ -2,10 +2,10 @@
 //! cgroup; and for a file that its spec names.
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, failure, nothing_left, on};
+use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
-use super::{LIMIT, fails, host};
+use super::{LIMIT, audited, fails, host, refused};
 
 /// Traces a process, which runs on, until it is killed itself; writes its own pid to a file.
 const DEBUGGER: &str = "syscall(101, 0x4206, $ARGV[0] + 0, 0, 0) == 0 or die $!; \
@@ -22,6 +22,86 @@ const STRANGER: &str = "setsid sleep 1000 >/dev/null 2>&1 & \
 /// Who is in the container's cgroups.
 const MEMBERS: &str = "cat /sys/fs/cgroup/default/job/cgroup.procs \
                        /sys/fs/cgroup/*/default/job/cgroup.procs 2>/dev/null || true";
+
+/// The driver restores no process in which a GPU may access large memory of another one, and nothing shows
+/// the access.
+pub fn a_process_on_two_gpus_is_refused_unless_its_owner_knows_of_no_access(
+    platform: Platform,
+) -> Result<()> {
+    let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
+    on([GpuHost::for_test(platform, "rf-peer", &gpus)?], |[host]| {
+        host.watch_runc()?;
+        let both = ["--gpu", "0,1"];
+        let job = Container::count(host, "job", &["0", "1"], 2, &both)?;
+        job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-PEER"),
+            "audit: {status}: {report}"
+        );
+        let output = refused(&job, host, "FIRN-PEER")?;
+        ensure!(output.contains("(nvidia0, nvidia1)"), "{output}");
+        job.remove()?;
+        // One that only sees both.
+        let job = Container::count(host, "job", &["0", "1"], 1, &["--gpu", "1"])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/one")?;
+        job.remove()?;
+        let owner = ["--annotation", "firn.dev/peer-access=none"];
+        let job = Container::count_with(host, "job", &["0", "1"], 2, &owner, &both)?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/both")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+pub fn what_the_driver_has_refused_once_is_refused_by_that_reason(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-again", 1)?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        // As for managed memory that nothing shows.
+        let fault = [
+            "--call",
+            "checkpoint",
+            "--times",
+            "1",
+            "--error",
+            "CUDA_ERROR_NOT_SUPPORTED",
+        ];
+        host.fault(&fault)?;
+        fails(&job, host, "FIRN-GPU-UNSUPPORTED")?;
+        host.no_faults()?;
+        host.watch_runc()?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-GPU-REFUSED"),
+            "audit: {status}: {report}"
+        );
+        let output = refused(&job, host, "FIRN-GPU-REFUSED")?;
+        ensure!(output.contains("CUDA_ERROR_NOT_SUPPORTED"), "{output}");
+        job.remove()?;
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/anew")?;
+        // A profiler's answer is at the lock, spoils nothing, and is named.
+        host.fault(&[
+            "--call",
+            "lock",
+            "--times",
+            "1",
+            "--error",
+            "CUDA_ERROR_NOT_SUPPORTED",
+        ])?;
+        let output = fails(&job, host, "FIRN-GPU-UNSUPPORTED")?;
+        ensure!(output.contains("torch.profiler"), "{output}");
+        host.no_faults()?;
+        job.checkpoint("checkpoint/again")?;
+        job.remove()?;
+        host.idle()
+    })
+}
 
 pub fn changes_by_others_are_named_and_cost_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "rf-other", 1)?], |[host]| {

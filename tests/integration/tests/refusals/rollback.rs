@@ -26,11 +26,6 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
         "FIRN-GPU-DRIVER",
         &["--call", "tid", "--error", "CUDA_ERROR_UNKNOWN", "--nth", "2"],
     ),
-    // Memory that cannot be checkpointed and shows no sign: the driver reports it after the lock.
-    (
-        "FIRN-GPU-UNSUPPORTED",
-        &["--call", "checkpoint", "--error", "CUDA_ERROR_NOT_SUPPORTED"],
-    ),
     (
         "FIRN-GPU-DRIVER",
         &["--call", "checkpoint", "--error", "CUDA_ERROR_UNKNOWN"],

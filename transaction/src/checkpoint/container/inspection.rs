@@ -117,6 +117,7 @@ impl ContainerEffects<'_> {
             pause: !self.is_dump(),
             criu_plugin: self.criu_plugin.is_some(),
             inherited: Some(self.container.bundle.join(names::BUNDLE_INHERITED)),
+            refused_before: Some(self.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
             ..Workload::default()
         };
