@@ -395,15 +395,21 @@ impl Driver {
         if let Some(&pid) = pids.iter().find(|pid| !is_answered(pid)) {
             return Err(WorkerError::State { pid, op, state: None });
         }
-        for reply in replies {
-            let (pid, state) = (reply.pid, reply.state);
-            match reply.error {
-                Some(source) => return Err(WorkerError::Process { pid, source }),
-                None if state != Some(expected) => return Err(WorkerError::State { pid, op, state }),
-                None => {}
-            }
+        // The driver's own answer comes first: where one process is not locked, the others are let go.
+        if let Some((pid, source)) = replies
+            .iter()
+            .find_map(|reply| Some((reply.pid, reply.error.clone()?)))
+        {
+            return Err(WorkerError::Process { pid, source });
         }
-        Ok(())
+        match replies.iter().find(|reply| reply.state != Some(expected)) {
+            Some(reply) => Err(WorkerError::State {
+                pid: reply.pid,
+                op,
+                state: reply.state,
+            }),
+            None => Ok(()),
+        }
     }
 
     async fn call(
