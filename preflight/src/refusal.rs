@@ -267,7 +267,8 @@ const SHARE_NONE: &str = "if they share none, create the container with the anno
                           prepare hook that ends their communicators";
 const NO_PEER_ACCESS: &str = "run a process for each GPU, or copy between GPUs through the host; if none of \
                               its GPUs accesses another one's memory (PyTorch lets them when it copies \
-                              between GPUs), create the container with the annotation firn.dev/peer-access=none";
+                              between GPUs), create the container with the annotation \
+                              firn.dev/peer-access=none";
 const RELEASE: &str = "end every NCCL communicator in the hook prepare (PyTorch: \
                        torch.distributed.destroy_process_group), and answer only then; a suspended one still \
                        has its socket";

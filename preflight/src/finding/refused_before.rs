@@ -1,8 +1,8 @@
 //! Processes whose checkpoint the driver has refused.
 //!
 //! From then on the driver refuses every checkpoint of such a process with CUDA_ERROR_UNKNOWN, also when what
-//! it could not checkpoint is gone: so seen of managed memory on driver 580. The container's bundle keeps them,
-//! so that a later checkpoint is refused by its reason, and before anything is touched.
+//! it could not checkpoint is gone: so seen of managed memory on driver 580. The container's bundle keeps
+//! them, so that a later checkpoint is refused by its reason, and before anything is touched.
 
 use std::io;
 use std::path::Path;

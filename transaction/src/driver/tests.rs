@@ -19,9 +19,9 @@ async fn the_reason_of_a_failed_lock_is_that_of_the_process_that_was_not_locked(
     let running = r#"{"process":{"pid":7,"state":"running"}}"#;
     let error = r#"{"call":"cuCheckpointProcessLock","code":600,"name":"CUDA_ERROR_NOT_READY"}"#;
     let late = format!(r#"{{"process":{{"pid":8,"state":"running","error":{error}}}}}"#);
-    let script = format!(
-        "while read -r line <&3; do echo '{running}' >&3; echo '{late}' >&3; echo '{{\"done\":{{}}}}' >&3; done"
-    );
+    let done = r#"{"done":{}}"#;
+    let lines = format!("echo '{running}' >&3; echo '{late}' >&3; echo '{done}' >&3");
+    let script = format!("while read -r line <&3; do {lines}; done");
     let program = program(directory.path(), &script);
     let mut gpu = Driver::new(program, Reaper::start().unwrap(), Deadlines::default());
     let refused = gpu.try_lock(&[7, 8], LEAST).await.unwrap_err();
