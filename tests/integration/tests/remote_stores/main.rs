@@ -184,6 +184,7 @@ fn checkpoint(store: &Store) -> Result<Digest> {
         made: 1_700_000_000,
         container: "train".to_owned(),
         host: "node-1".to_owned(),
+        machine: None,
         image: "/images/train".into(),
         mount: None,
         parent: None,
