@@ -59,6 +59,12 @@ struct Apply {
 }
 
 #[derive(Clone, PartialEq, Message)]
+struct Applied {
+    #[prost(message, optional, tag = "1")]
+    applied: Option<Descriptor>,
+}
+
+#[derive(Clone, PartialEq, Message)]
 struct Diff {
     #[prost(message, repeated, tag = "1")]
     left: Vec<Mount>,
@@ -141,11 +147,12 @@ impl Containerd {
         self.call(call, snapshot.named()).await
     }
 
-    /// Unpacks a layer into a snapshot that can be written.
-    pub async fn apply(&self, layer: Descriptor, mounts: Vec<Mount>) -> Result<(), CallError> {
+    /// Unpacks a layer into a snapshot that can be written. Returns the digest of what was unpacked.
+    pub async fn apply(&self, layer: Descriptor, mounts: Vec<Mount>) -> Result<String, CallError> {
         let call = "/containerd.services.diff.v1.Diff/Apply";
         let diff = Some(layer);
-        self.call(call, Apply { diff, mounts }).await
+        let done: Applied = self.call(call, Apply { diff, mounts }).await?;
+        Ok(done.applied.unwrap_or_default().digest)
     }
 
     /// Writes a layer with what `right` has and `left` has not.

@@ -205,10 +205,19 @@ fn parse<T: serde::de::DeserializeOwned>(what: &str, digest: &str, bytes: &[u8])
 pub struct BaseImage {
     /// Name of the snapshot with all of its layers.
     pub chain: String,
-    /// Layers from the lowest on, each with the name of the snapshot that it completes.
-    pub layers: Vec<(Part, String)>,
+    /// Layers from the lowest on.
+    pub layers: Vec<Layer>,
     /// Everything that has to be copied to have the image elsewhere.
     pub parts: Vec<Part>,
+}
+
+/// A layer of an image.
+pub struct Layer {
+    pub part: Part,
+    /// Digest of its content, unpacked, as the image's configuration has it.
+    pub diff_id: String,
+    /// Name of the snapshot that it completes.
+    pub chain: String,
 }
 
 #[derive(Deserialize)]
@@ -252,10 +261,23 @@ impl BaseImage {
         let read: Config = json(containerd, name, &config.digest).await?;
         parts.push(config);
         parts.extend(described.layers.iter().cloned());
-        let chains = chains(&read.rootfs.diff_ids);
+        let diff_ids = read.rootfs.diff_ids;
+        let chains = chains(&diff_ids);
+        if chains.len() != described.layers.len() {
+            return Err(no_checkpoint(
+                name,
+                "the image has not as many layers as its configuration",
+            ));
+        }
+        let layers = described.layers.into_iter().zip(diff_ids).zip(&chains);
+        let layer = |((part, diff_id), chain): ((Part, String), &String)| Layer {
+            part,
+            diff_id,
+            chain: chain.clone(),
+        };
         Ok(Self {
             chain: chains.last().cloned().unwrap_or_default(),
-            layers: described.layers.into_iter().zip(chains).collect(),
+            layers: layers.map(layer).collect(),
             parts,
         })
     }

@@ -93,7 +93,7 @@ async fn restored(
         key: &id,
     };
     expect_none(containerd, &id, key).await?;
-    let base = base(containerd, index, made).await?;
+    let base = base(containerd, index, Some(made)).await?;
     let manifest = manifest(containerd, &checkpoint).await?;
     gpus::choose(args, here, &mut spec, manifest.as_ref())?;
     own_cgroup(&mut spec, index, &id, &args.containerd.namespace)?;
@@ -230,7 +230,7 @@ async fn expect_none(containerd: &Containerd, id: &str, snapshot: Snapshot<'_>) 
 pub(super) async fn base(
     containerd: &Containerd,
     index: &Index,
-    made: &mut Made,
+    made: Option<&mut Made>,
 ) -> Result<BaseImage, RestoreError> {
     let name = index.base();
     let image = containerd.image(name).await?.and_then(|image| image.target);
@@ -249,7 +249,7 @@ pub(super) async fn base(
         }
     };
     let base = BaseImage::read(containerd, name, part).await?;
-    if is_new {
+    if let (true, Some(made)) = (is_new, made) {
         for (digest, keeps) in base.keeps() {
             containerd.label_blob(digest, oci_image::labels(keeps)).await?;
         }
@@ -284,13 +284,21 @@ pub(super) async fn files(
     made: &mut Made,
 ) -> Result<(), RestoreError> {
     let mut below = String::new();
-    for (layer, chain) in &base.layers {
+    for layer in &base.layers {
+        let chain = &layer.chain;
         let snapshot = Snapshot { key: chain, ..own };
         if containerd.parent_of(snapshot).await?.is_none() {
             let key = format!("firn-{}-{chain}", std::process::id());
             let extract = Snapshot { key: &key, ..own };
             let mounts = containerd.prepare(extract, &below).await?;
-            containerd.apply(layer.descriptor(), mounts).await?;
+            let found = containerd.apply(layer.part.descriptor(), mounts).await?;
+            // Other containers get a snapshot by its name.
+            if found != layer.diff_id {
+                containerd.remove_snapshot(extract).await?;
+                let why = format!("layer {} has {found}, not {}", layer.part.digest, layer.diff_id);
+                let what = index.base().to_owned();
+                return Err(ImageError::NoCheckpoint { what, why }.into());
+            }
             containerd.commit(extract, chain).await?;
         }
         below.clone_from(chain);

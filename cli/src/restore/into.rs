@@ -27,7 +27,8 @@ pub(super) async fn restored(
 ) -> Result<Restored, RestoreError> {
     let namespace = &args.containerd.namespace;
     let (container, _alone) = named::known(containerd, namespace, word).await?;
-    let base = copy::base(containerd, index, made).await?;
+    // The container has its image already: the archive decides about processes and files alone.
+    let base = copy::base(containerd, index, None).await?;
     let own = Snapshot {
         snapshotter: &container.snapshotter,
         key: &container.snapshot_key,
