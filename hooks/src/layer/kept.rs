@@ -1,19 +1,19 @@
 //! Keeps what a container has written to its own root file system, as a layer that [`super::apply`] unpacks.
 
 use std::collections::HashMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use firn_host::{FileId, mountinfo};
 use rustix::fs::{lgetxattr, llistxattr};
 use tar::{Builder, EntryType, Header};
 
-use super::{ATTRIBUTE, EMPTIED, REMOVED, may_be_kept};
+use super::{ATTRIBUTE, EMPTIED, REMOVED, limit_process, may_be_kept};
 
 /// overlayfs marks a directory that hides what is below it; in mounts of users by the second name.
 const OPAQUE: [&[u8]; 2] = [b"trusted.overlay.opaque", b"user.overlay.opaque"];
@@ -25,10 +25,14 @@ const ELSEWHERE: [&[u8]; 4] = [
     b"user.overlay.metacopy",
 ];
 
+/// Files in one directory, and files with several names: both are held in memory.
+const MOST: usize = 1 << 20;
+
 /// Writes the upper directory of the container's root file system into a new archive. Nothing may write there
 /// meanwhile.
 pub fn keep(bundle: &Path, archive: &Path) -> Result<()> {
     let upper = upper_of(&bundle.join("rootfs"))?;
+    limit_process()?;
     let mut options = OpenOptions::new();
     let file = options.write(true).create_new(true).mode(0o600).open(archive);
     let file = file.with_context(|| format!("cannot make {}", archive.display()))?;
@@ -78,14 +82,23 @@ fn add_directory(
     dir: &Path,
     links: &mut Links,
 ) -> Result<()> {
-    let mut entries = fs::read_dir(upper.join(dir))?.collect::<io::Result<Vec<_>>>()?;
-    entries.sort_unstable_by_key(fs::DirEntry::file_name);
-    for entry in entries {
-        let name = dir.join(entry.file_name());
-        let metadata = entry.metadata()?;
+    for entry in names(&upper.join(dir), MOST).with_context(|| dir.display().to_string())? {
+        let name = dir.join(entry);
+        let metadata = fs::symlink_metadata(upper.join(&name))?;
         add(archive, upper, &name, &metadata, links).with_context(|| name.display().to_string())?;
     }
     Ok(())
+}
+
+/// The names in a directory, in their order. The container has made as many as it liked.
+fn names(dir: &Path, most: usize) -> Result<Vec<OsString>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        ensure!(names.len() < most, "more than {most} files are in one directory");
+        names.push(entry?.file_name());
+    }
+    names.sort_unstable();
+    Ok(names)
 }
 
 fn add(
@@ -105,6 +118,7 @@ fn add(
         return Ok(());
     }
     if kind.is_file() && metadata.nlink() > 1 {
+        ensure!(links.len() < MOST, "more than {MOST} files have several names");
         let first = links
             .entry(FileId::of(metadata))
             .or_insert_with(|| name.to_owned());
@@ -239,6 +253,17 @@ mod tests {
         assert_eq!(fs::read_to_string(old(&long)).unwrap(), "long");
         assert!(!old("socket").exists() && old("dir/kept").exists());
         assert_eq!(old("dir/gone").exists(), !nix::unistd::geteuid().is_root());
+    }
+
+    #[test]
+    fn the_names_of_a_directory_are_sorted_and_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["b", "c", "a"] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        assert_eq!(names(dir.path(), 3).unwrap(), ["a", "b", "c"]);
+        let error = names(dir.path(), 2).unwrap_err();
+        assert!(error.to_string().contains("more than 2 files"), "{error}");
     }
 
     fn set(path: &Path, name: &str, value: &[u8]) {
