@@ -6,6 +6,7 @@
 //! their expected values are not computed by the code under test.
 
 pub use crate::cgroup::fuzz::cgroups_path;
+pub use crate::restore::named::fuzz::restore_from;
 pub use crate::runc::fuzz::runtime_output;
 pub use crate::stdio::fuzz::stdio;
 
@@ -34,6 +35,7 @@ mod tests {
     fn the_kept_inputs_pass() {
         for (target, run) in [
             ("cgroups_path", super::cgroups_path as fn(&[u8])),
+            ("restore_from", super::restore_from),
             ("runtime_output", super::runtime_output),
             ("stdio", super::stdio),
         ] {

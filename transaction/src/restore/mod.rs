@@ -19,7 +19,7 @@ mod compare;
 mod container;
 mod device_free;
 mod error;
-mod named;
+pub(crate) mod named;
 mod phases;
 mod place;
 mod prepare;

@@ -31,6 +31,8 @@ use crate::warn::{OrWarn, configured};
 
 use image::Permit;
 pub use image::{FoundImage, ImageStore, NoImages, remove_unpacked};
+#[cfg(any(test, fuzzing, feature = "testing"))]
+pub use source::fuzz;
 pub use source::{Source, is_name, name_for};
 
 /// Every image of CRIU has this file.

@@ -86,3 +86,34 @@ fn is_image(text: &str) -> bool {
     let begins = text.starts_with(|first: char| first.is_ascii_alphanumeric());
     begins && text.len() < 512 && text.bytes().all(is_allowed)
 }
+
+/// Properties of the value of an annotation, whatever it is.
+#[cfg(any(test, fuzzing, feature = "testing"))]
+pub mod fuzz {
+    use std::path::Component;
+
+    use super::*;
+
+    /// The container's name, NUL, and the value: what it names is one file of its place, and nothing else.
+    pub fn restore_from(bytes: &[u8]) {
+        let text = String::from_utf8_lossy(bytes);
+        let (container, value) = text.split_once('\0').unwrap_or(("job", &text));
+        let Ok(Some(source)) = Source::of(value, container) else {
+            return;
+        };
+        let is_one = |path: &Path| {
+            let parts: Vec<Component<'_>> = path.components().collect();
+            matches!(parts[..], [Component::Normal(name)] if name == path.as_os_str())
+        };
+        match source {
+            Source::Directory(name) | Source::Store(name) => assert!(is_one(Path::new(&name)), "{name:?}"),
+            Source::Image(name) => assert!(!name.starts_with(['/', '.', '-']) && name.is_ascii(), "{name:?}"),
+            Source::Pod(path) => {
+                let pod = path.parent().expect("it has one");
+                assert_eq!(pod.parent(), Some(Path::new(names::POD_CHECKPOINTS)));
+                assert_eq!(path.file_name(), Some(container.as_ref()));
+                assert!(is_one(Path::new(container)), "{path:?}");
+            }
+        }
+    }
+}
