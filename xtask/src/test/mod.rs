@@ -8,7 +8,7 @@ mod summary;
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -151,6 +151,7 @@ impl Plan {
                 cargo(out, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
             }),
             Check::new("dependencies", deny),
+            Check::new("advisories", advisories),
         ];
         if fast {
             first.push(Check::new("lints", |out| cargo(out, &LINTS)));
@@ -323,6 +324,33 @@ fn deny(out: &mut Output) -> Result<Outcome> {
     }
     let deny = ["deny", "--offline", "--locked", "check"];
     cargo(out, &[&deny, &["bans", "licenses", "sources"][..]].concat())
+}
+
+/// Known flaws of the dependencies, by a database of RustSec's that `cargo deny fetch` has put where
+/// cargo-deny looks for it. Nothing is fetched here.
+fn advisories(out: &mut Output) -> Result<Outcome> {
+    if in_path("cargo-deny").is_none() {
+        return Ok(Outcome::skipped(
+            "cargo-deny is not installed (cargo install --locked cargo-deny)",
+        ));
+    }
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cargo")));
+    let databases = home.context("there is no CARGO_HOME")?.join("advisory-dbs");
+    if fs::read_dir(&databases).is_ok_and(|mut found| found.next().is_some()) {
+        let deny = [
+            "deny",
+            "--offline",
+            "--locked",
+            "check",
+            "--disable-fetch",
+            "advisories",
+        ];
+        return cargo(out, &deny);
+    }
+    Ok(Outcome::skipped(
+        "there is no database of advisories in $CARGO_HOME/advisory-dbs (cargo deny fetch)",
+    ))
 }
 
 /// The tests of the scripts of tests/gpu.
