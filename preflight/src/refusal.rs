@@ -57,7 +57,7 @@ pub enum Refusal {
         "the driver has refused to checkpoint process {pid} ({comm}) before ({answer}), and refuses it for \
          ever since then"
     )]
-    #[problem("FIRN-GPU-REFUSED", START_ANEW)]
+    #[problem("FIRN-GPU-REFUSED", START_AGAIN)]
     RefusedBefore { pid: i32, comm: String, answer: String },
     #[error("process {pid} ({comm}) is a client of the MPS daemon at {}", directory.display())]
     #[problem("FIRN-MPS", "start the container without MPS")]
@@ -252,7 +252,7 @@ const CHILD_OF_INIT: &str = "end the exec'd process, or start it from the contai
 const OMIT_EXEC: &str = "wait for its end or end it, or let CRIU leave it out: annotation \
                          firn.dev/exec=omit, or exec = \"omit\" under [checkpoint] in the configuration";
 const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMalloc)";
-const START_ANEW: &str = "end the process and start it again, without what the driver could not checkpoint \
+const START_AGAIN: &str = "end the process and start it again, without what the driver could not checkpoint \
                           (managed memory, or memory shared with others)";
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";

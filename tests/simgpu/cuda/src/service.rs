@@ -87,8 +87,8 @@ impl Service {
         }
         let timeout = Duration::from_millis(timeout_ms.into());
         let deadline = (timeout_ms > 0).then(|| Instant::now() + timeout);
-        // From here on it stays also when its caller is killed, until it succeeds or its time is over: seen on
-        // an H100.
+        // From here on it stays, also when its caller is killed, until it succeeds or its time is over: so
+        // seen on an H100.
         let give_up = || match deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             true => Err(Error::NOT_READY),
             false => Ok(()),
