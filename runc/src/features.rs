@@ -1,5 +1,5 @@
-//! `features`: what runc prints, with firn's annotations among those that change what the runtime does. Whoever
-//! calls it has to keep them from pods.
+//! `features`: what runc prints, with firn's annotations among those that change what the runtime does.
+//! Whoever calls it has to keep them from pods.
 
 use std::ffi::OsString;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! `restore`: firn's for containers with GPUs and for images of firn, else runc's. Every image is compared with
-//! the container's spec first.
+//! `restore`: firn's for containers with GPUs and for images of firn, else runc's. Every image is compared
+//! with the container's spec first.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -32,7 +32,7 @@ def main():
     torch.manual_seed(30)
     first, second = half("cuda:0"), half("cuda:1")
     optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], 1e-4)
-    # As large caches, embeddings and states of optimizers are.
+    # As large caches and embeddings are.
     large = [torch.full((GIB,), float(number + 3), device=f"cuda:{number}") for number in range(2)]
     for step in range(args.steps):
         hidden = first(torch.randn(64, WIDTH, device="cuda:0"))

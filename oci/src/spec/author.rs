@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_cannot_be_told_apart_is_unknown() {
+    fn whoever_cannot_be_identified_is_unknown() {
         for unknown in [
             json!({"io.kubernetes.container.name": "job"}),
             json!({"io.kubernetes.pod.uid": 7}),
