@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use firn_image::manifest::Manifest;
 use firn_lab::{Claims, Container, FIRN, GpuHost, SHARES_NOTHING, SimGpu, cases, matrix, on};
 use firn_node::{Platform, Suite, wait_for};
 
@@ -237,11 +238,11 @@ fn a_container_ends_with_its_checkpoint(platform: Platform) -> Result<()> {
         source.forget()?;
         Claims::of_ctr(host, runtime)?.works("`tasks checkpoint --exit`")?;
         host.idle()?;
-        for file in ["inventory.img", "pstree.img", "firn.json"] {
-            let path = host.node().path(format!("/tmp/image/{file}"));
-            assert!(path.metadata().is_ok_and(|file| file.len() > 0), "no {file}");
-        }
-        Ok(())
+        // Every file that the manifest lists, by its checksum.
+        let image = host.node().path("/tmp/image");
+        let manifest = Manifest::read(&image)?.context("no manifest")?;
+        assert_eq!(manifest.processes.len(), job.counters);
+        Ok(manifest.verify_images(&image).map(drop)?)
     })
 }
 

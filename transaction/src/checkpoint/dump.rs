@@ -252,7 +252,7 @@ pub(super) async fn sync(
     let image = image.clone();
     let synced = stoppable_until(limit, cancel.stopped(), move |stop| image.sync(stop));
     match synced.await {
-        Ok(synced) => synced.map_err(|error| DumpError::from(error).into()),
+        Ok(synced) => Ok(synced?),
         Err(Left::Cancelled) => Err(EffectError::stopped(cancel)),
         Err(Left::Late) => {
             let what = "write the image to its disk";

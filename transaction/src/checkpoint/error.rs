@@ -133,6 +133,12 @@ pub enum EffectError {
     Grant(#[from] GrantChangeError),
     #[error("CRIU failed")]
     Dump(#[from] DumpError),
+    #[error(transparent)]
+    #[problem(
+        "FIRN-DUMP",
+        "see whether the image's file system has room and works (the kernel's log names a disk that fails)"
+    )]
+    NotOnDisk(#[from] NotOnDisk),
     #[error("cannot write the manifest")]
     Manifest(#[from] ManifestError),
     #[error("cannot describe the image")]
@@ -209,12 +215,6 @@ pub enum DumpError {
     Checksums { limit: Duration },
     #[error("the file system did not let firn {what} within {} s", limit.as_secs_f32())]
     Stalled { what: &'static str, limit: Duration },
-    #[error(transparent)]
-    #[problem(
-        "FIRN-DUMP",
-        "see whether the image's file system has room and works (the kernel's log names a disk that fails)"
-    )]
-    NotOnDisk(#[from] NotOnDisk),
     #[error("cannot close connections in the image")]
     #[problem(
         "FIRN-DUMP",

@@ -145,6 +145,10 @@ fn checkpoint<'t>(testbed: &'t Testbed, kept: &mut Option<Job<'t>>, case: &Case)
     let happened = Happened::in_cell(&injections, case);
     injections.disarm()?;
     let happened = happened.with_context(|| format!("{answer:?}"))?;
+    // An image is what is on the disk, and not what the page cache has.
+    if answer.is_ok() {
+        injections.forget_caches()?;
+    }
     // An image can be judged as long as it is there; whoever resumes the container wants its bundle back.
     let outcome = if holds_image {
         let outcome = ended(testbed, &mut job, case, &happened, answer, &image);
@@ -192,6 +196,8 @@ fn ended_or_stopped(
     if !job.is_alive() {
         let reported = answer.is_ok() || happened.is_unheard();
         ensure!(case.exit && reported, "the workload is lost: {output}");
+        let thawed = happened.faults.contains(&Fault::Thawed);
+        ensure!(!thawed, "it ended for an image of threads that ran");
         testbed.forget()?;
         testbed.is_good_image(image).context(output.to_owned())?;
         remove_image()?;
@@ -266,6 +272,8 @@ fn ended(
             !case.exit || panicked,
             "it lives on, although success was reported"
         );
+        let thawed = happened.faults.contains(&Fault::Thawed);
+        ensure!(!thawed, "an image of threads that ran");
         ensure!(
             testbed.manifest_of(image),
             "success was reported, or a half image is left in {image}"

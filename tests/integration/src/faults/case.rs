@@ -112,6 +112,8 @@ pub enum Fault {
     Mknod,
     /// firn's own code fails when it enters the phase.
     Panic,
+    /// Somebody else thaws the container when it was dumped.
+    Thawed,
     /// A file system hangs.
     Stall(Stall),
     /// The container's memory limit leaves no room for its GPU state.
@@ -300,7 +302,12 @@ pub(super) fn faults() -> Vec<Fault> {
         faults.extend([Fault::NoSpace(disk), Fault::Io(disk), Fault::ReadOnly(disk)]);
     }
     faults.extend([Fault::NoSpace(Disk::Store), Fault::StoreGone]);
-    faults.extend([Fault::NoSpaceForManifest, Fault::Mknod, Fault::Panic]);
+    faults.extend([
+        Fault::NoSpaceForManifest,
+        Fault::Thawed,
+        Fault::Mknod,
+        Fault::Panic,
+    ]);
     faults.extend(Stall::all().map(Fault::Stall));
     faults.extend([
         Fault::NoMemory,

@@ -89,6 +89,18 @@ impl<'h> Failing<'h> {
                 "mount -t tmpfs -o size=16k tmpfs $MOUNT; mkdir $MOUNT/to
                 dd if=/dev/zero of=$MOUNT/fill bs=4k count=4 2>/dev/null"
             }
+            // Everything can be written, and the manifest synced. Memory is larger than what the device has:
+            // it fails when it is written back.
+            (What::Image, Fault::Io(_)) => {
+                "mkdir -p $MOUNT.back; mount -t tmpfs -o size=8m tmpfs $MOUNT.back
+                free=$(losetup --find); free=${free%% *}
+                [ -e $free ] || mknod $free b 7 ${free#/dev/loop} || true
+                truncate -s 256M $MOUNT.back/img; loop=$(losetup --find --show $MOUNT.back/img)
+                busybox mke2fs -i 1048576 $loop >/dev/null; mount -t ext2 $loop $MOUNT; mkdir $MOUNT/to
+                sync -f $MOUNT
+                dd if=/dev/zero of=$MOUNT.back/fill bs=4k 2>/dev/null || true
+                truncate -s -512K $MOUNT.back/fill"
+            }
             (_, Fault::Io(_)) => {
                 "mkdir -p $MOUNT.back; mount -t tmpfs -o size=2m tmpfs $MOUNT.back
                 free=$(losetup --find); free=${free%% *}
@@ -135,6 +147,18 @@ impl<'h> Failing<'h> {
                 "for pages in /tmp/ctrd-checkpoint*/pages-*.img; do mount --bind /proc/1/mem $pages; done",
             ),
         }
+    }
+
+    /// Leaves only what is on its disk.
+    pub(super) fn forget_cache(&self) -> Result<()> {
+        let device = format!("{}.back", self.mount);
+        if self.what != What::Image || !self.host.node().path(device).exists() {
+            return Ok(());
+        }
+        self.shell(
+            "loop=$(losetup --noheadings --output NAME --associated $MOUNT.back/img)
+            umount $MOUNT; mount -t ext2 $loop $MOUNT",
+        )
     }
 
     /// Takes it away.

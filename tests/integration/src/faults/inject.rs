@@ -197,6 +197,11 @@ impl<'h> Injections<'h> {
         node.run(&["sh", "-c", &rm]).map(drop)
     }
 
+    /// Leaves of the failing file systems what is on their disks.
+    pub(super) fn forget_caches(&self) -> Result<()> {
+        self.disks().try_for_each(Failing::forget_cache)
+    }
+
     /// Takes the failing file systems away.
     pub(super) fn end_disks(self) -> Result<()> {
         let mut disks = self.list.into_iter().filter_map(|injection| injection.disk);
@@ -243,6 +248,7 @@ impl<'h> Injection<'h> {
             Fault::CriuErrorAt(at) => arming.moment(at, "error")?,
             Fault::CriuHangAt(at) => arming.moment(at, "stop-criu")?,
             Fault::CriuKillAt(at) => arming.moment(at, "kill-criu")?,
+            Fault::Thawed => arming.runc(Runc::After, "thaw")?,
             Fault::Stall(stall) => arming.stall(&mut injection, stall)?,
             Fault::Mknod => {
                 injection.strike = Strike::FillDev;

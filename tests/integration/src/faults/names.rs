@@ -135,6 +135,7 @@ impl fmt::Display for Fault {
             Self::Io(disk) => write!(f, "eio-{disk}"),
             Self::ReadOnly(disk) => write!(f, "erofs-{disk}"),
             Self::StoreGone => f.write_str("store-gone"),
+            Self::Thawed => f.write_str("thawed"),
             Self::Mknod => f.write_str("mknod"),
             Self::Panic => f.write_str("panic"),
             Self::Stall(stall) => stall.fmt(f),

@@ -232,7 +232,7 @@ impl FaultAt {
                 Phase::CriuRestore => moment(Moment::PreResume),
                 _ => 0,
             },
-            Fault::NoSpaceForManifest => 6,
+            Fault::NoSpaceForManifest | Fault::Thawed => 6,
             _ => 0,
         };
         (self.phase, within)

@@ -65,7 +65,7 @@ impl Fault {
             Self::CriuKillAt(moment) => matches!(moment, Moment::PostDump | Moment::PreResume),
             // Panics have a test of their own, in the suite `recovery`.
             Self::Panic | Self::Stall(_) => false,
-            Self::CriuError | Self::NoSpaceForManifest | Self::Mknod | Self::StoreGone => true,
+            Self::CriuError | Self::NoSpaceForManifest | Self::Thawed | Self::Mknod | Self::StoreGone => true,
             Self::CriuFault(number) => matches!(number, 2 | 3),
             Self::NoSpace(disk) => disk != Disk::Work,
             Self::Io(disk) => disk == Disk::Image,
@@ -267,7 +267,7 @@ impl Case {
                 true if disk == Disk::Bundle || (restores && disk == Disk::Work) => Some(Why::NoDevice),
                 true => None,
             },
-            Fault::NoSpaceForManifest => (phase != Phase::CriuDump).then_some(Why::NoRuntime),
+            Fault::NoSpaceForManifest | Fault::Thawed => (phase != Phase::CriuDump).then_some(Why::NoRuntime),
             Fault::CriuErrorAt(moment)
             | Fault::CriuHangAt(moment)
             | Fault::CriuKillAt(moment)

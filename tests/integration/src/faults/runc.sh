@@ -1,6 +1,6 @@
 #!/bin/sh
 # Stands before the node's runc in PATH. /srv/fault/runc-before and runc-after order once: VERB ACTION NUMBER;
-# actions: error, kill, stop, hold, hold-error
+# actions: error, kill, stop, hold, hold-error, thaw
 dir=/srv/fault real=/usr/sbin/runc
 words=" $* "
 is_ordered() {
@@ -16,6 +16,12 @@ act() {
         ;;
     kill) kill -KILL $$ ;;
     stop) kill -STOP $$ ;;
+    # Somebody else resumes the container, of whichever version its cgroup is.
+    thaw)
+        root=/sys/fs/cgroup
+        { echo 0 >$root/default/job/cgroup.freeze; } 2>/dev/null ||
+            echo THAWED >$root/freezer/default/job/freezer.state
+        ;;
     hold | hold-error) while [ -e "$dir/hold-$number" ]; do sleep 0.02; done ;;
     esac
     [ "$action" != hold-error ] || exit 1

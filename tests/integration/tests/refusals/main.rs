@@ -489,6 +489,7 @@ fn main() -> ExitCode {
         others::changes_by_others_are_named_and_cost_nothing [FORKY];
         others::a_process_on_two_gpus_is_refused_unless_its_owner_knows_of_no_access [FORKY];
         others::what_the_driver_has_refused_once_is_refused_by_that_reason [FORKY];
+        others::a_container_that_somebody_thaws_has_no_image [FORKY_V2, TRIXIE];
         rollback::a_driver_that_fails_a_checkpoint_costs_nothing [FORKY, TRIXIE];
         rollback::when_one_of_four_processes_fails_all_four_go_on [FORKY];
         rollback::a_failed_gpu_restore_is_tried_again [FORKY];
@@ -497,5 +498,6 @@ fn main() -> ExitCode {
         rollback::a_suspended_container_can_be_ended [FORKY_V2, TRIXIE];
         rollback::after_a_failed_dump_the_counter_goes_on_or_stays_paused [FORKY, TRIXIE];
         rollback::a_full_disk_costs_nothing_and_leaves_no_partial_image [FORKY];
+        rollback::a_disk_that_fails_at_write_back_ends_nothing [FORKY];
     })
 }

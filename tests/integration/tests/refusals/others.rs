@@ -159,3 +159,37 @@ pub fn changes_by_others_are_named_and_cost_nothing(platform: Platform) -> Resul
         host.idle()
     })
 }
+
+/// runc, after whose checkpoint somebody thaws the container.
+const THAWING: &str = "#!/bin/sh
+case \" $* \" in *' checkpoint '*) ;; *) exec /usr/sbin/runc \"$@\" ;; esac
+/usr/sbin/runc \"$@\"
+code=$?
+root=/sys/fs/cgroup
+{ echo 0 >$root/default/job/cgroup.freeze; } 2>/dev/null ||
+    echo THAWED >$root/freezer/default/job/freezer.state
+exit $code
+";
+
+pub fn a_container_that_somebody_thaws_has_no_image(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-thaw", 1)?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        host.replace_runc(THAWING)?;
+        for options in [&["checkpoint"][..], &["checkpoint", "--exit"]] {
+            let output = failure(job.task(&[options, &["--image-path", "/tmp/image"]].concat()))?;
+            ensure!(
+                output.contains("FIRN-FREEZER:") && output.contains("did not stand still"),
+                "{output}"
+            );
+            ensure!(!host.node().path("/tmp/image").exists(), "an image is left");
+            ensure!(job.status()? == "RUNNING", "it does not run");
+            job.goes_on(3)?;
+        }
+        host.replace_runc("#!/bin/sh\nexec /usr/sbin/runc \"$@\"\n")?;
+        job.checkpoint("checkpoint/job")?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}

@@ -333,3 +333,52 @@ pub fn a_full_disk_costs_nothing_and_leaves_no_partial_image(platform: Platform)
         host.idle()
     })
 }
+
+/// A thin disk takes everything and fails when it is written back: 512 KiB are there of 256 MiB. The manifest
+/// fits.
+const THIN: &str = "mkdir /tmp/back /tmp/thin; mount -t tmpfs -o size=8m tmpfs /tmp/back
+    free=$(losetup --find); free=${free%% *}
+    [ -e $free ] || mknod $free b 7 ${free#/dev/loop} || true
+    truncate -s 256M /tmp/back/img; loop=$(losetup --find --show /tmp/back/img)
+    busybox mke2fs -i 1048576 $loop >/dev/null; mount -t ext2 $loop /tmp/thin; sync -f /tmp/thin
+    dd if=/dev/zero of=/tmp/back/fill bs=4k 2>/dev/null || true
+    truncate -s -512K /tmp/back/fill";
+
+const TORN_DOWN: &str = "umount /tmp/thin
+    losetup --detach $(losetup --noheadings --output NAME --associated /tmp/back/img)
+    umount /tmp/back; rmdir /tmp/back /tmp/thin";
+
+pub fn a_disk_that_fails_at_write_back_ends_nothing(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-thin", 1)?], |[host]| {
+        let node = host.node();
+        let shell = |script: &str| node.run(&["sh", "-euc", script]);
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        let image = "/tmp/thin/image";
+        let by_ctr = ["ctr", "tasks", "checkpoint", "--image-path", image, "job"];
+        let ending = [
+            "ctr",
+            "tasks",
+            "checkpoint",
+            "--exit",
+            "--image-path",
+            image,
+            "job",
+        ];
+        let by_firn = ["firn", "checkpoint", "--exit", "job", "/tmp/thin/image/"];
+        for command in [&by_ctr[..], &ending, &by_firn] {
+            shell(THIN)?;
+            let output = failure(node.run(command))?;
+            assert!(output.contains("FIRN-DUMP"), "{output}");
+            assert!(output.contains("is not on its disk"), "{output}");
+            assert!(!node.path(image).exists(), "an image is left that no disk has");
+            assert_eq!(job.status()?, "RUNNING");
+            job.goes_on(3)?;
+            shell(TORN_DOWN)?;
+        }
+        job.task(&["checkpoint", "--exit", "--image-path", "/tmp/image"])?;
+        job.becomes("STOPPED")?;
+        job.forget()?;
+        host.idle()
+    })
+}
