@@ -42,6 +42,9 @@ pub struct Save {
     pub key: Option<PathBuf>,
     /// Bytes that the store may hold at most.
     pub cap: Option<u64>,
+    /// The container ends with its checkpoint: what the store has already is read and compared.
+    #[serde(default)]
+    pub exit: bool,
     pub processes: Vec<Process>,
     /// Id of the checkpoint, its container and its image directory, for people and for the store's clean-up.
     pub checkpoint: String,
@@ -96,7 +99,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     let packing = Packing::with_key(request.key.as_deref())?;
     let (store, host) = (Store::create_again(&request.store, records, &packing)?, host());
     let parent = store.last_of(&request.container, &host);
-    let writer = store.writer(request.cap)?;
+    let writer = store.writer(request.cap)?.comparing(request.exit);
     let pieces = match save(&bulk, &writer, counter) {
         Ok(pieces) => pieces,
         Err(error) => {

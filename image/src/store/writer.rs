@@ -35,6 +35,8 @@ pub struct Writer {
     name: String,
     /// Bytes that the cap leaves.
     room: Option<AtomicU64>,
+    /// Reads what the store has already, and writes it again if it is damaged.
+    compares: bool,
     /// Makes names of files that are being written.
     count: AtomicU64,
     written: AtomicU64,
@@ -62,10 +64,18 @@ impl Writer {
             new,
             name,
             room,
+            compares: false,
             count: AtomicU64::new(0),
             written: AtomicU64::new(0),
             reused: AtomicU64::new(0),
         })
+    }
+
+    /// Reads every extent that the store has already: one that is damaged is written again. For a workload
+    /// that ends on it: it is believed by its size otherwise.
+    #[must_use]
+    pub fn comparing(self, compares: bool) -> Self {
+        Self { compares, ..self }
     }
 
     /// Stores one extent of at most [`EXTENT`] bytes and returns its digest. None: they are all zero, and
@@ -76,7 +86,11 @@ impl Writer {
             return Ok(None);
         }
         let (digest, length) = (Digest::of(bytes), bytes.len() as u64);
-        let count = match self.has(&digest, length)? {
+        let is_there = match self.compares {
+            true => self.has_own(&digest, length)? || self.is_whole(&digest, length)?,
+            false => self.has(&digest, length)?,
+        };
+        let count = match is_there {
             true => &self.reused,
             false => {
                 let name = self.store.form().name(&digest);
@@ -155,9 +169,19 @@ impl Writer {
 
     /// Whether an extent is in its place or among those of this writer. One of another size is written again.
     pub fn has(&self, digest: &Digest, length: u64) -> Result<bool, StoreError> {
-        if self.store.has(digest, length)? {
-            return Ok(true);
+        Ok(self.store.has(digest, length)? || self.has_own(digest, length)?)
+    }
+
+    /// Whether an extent is in its place, with its content. One that cannot be read is not.
+    fn is_whole(&self, digest: &Digest, length: u64) -> Result<bool, StoreError> {
+        if !self.store.has(digest, length)? {
+            return Ok(false);
         }
+        let mut buffer = vec![0; usize::try_from(length).unwrap_or(EXTENT)];
+        Ok(self.store.read(digest, &mut buffer).is_ok())
+    }
+
+    fn has_own(&self, digest: &Digest, length: u64) -> Result<bool, StoreError> {
         let form = self.store.form();
         let own = super::size(&self.own, &form.name(digest).to_string());
         let own = own.map_err(io("look for", self.path()))?;

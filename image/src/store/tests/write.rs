@@ -292,3 +292,28 @@ fn a_file_system_that_refuses_is_reported() {
     fs::remove_dir(writer.path()).unwrap();
     assert_eq!(code(writer.put(b"one")), "FIRN-STORE-IO");
 }
+
+#[test]
+fn who_compares_writes_a_damaged_extent_again() {
+    let scratch = Scratch::new();
+    let (_, index) = scratch.holds(&[b"weights", b"state"]);
+    let weights = index.pieces[0].extents[0].unwrap();
+    let path = scratch.extent(&weights);
+    let put = |compares: bool| {
+        let writer = scratch.store.writer(None).unwrap().comparing(compares);
+        for content in [&b"weights"[..], b"state", b"weights"] {
+            writer.put(content).unwrap();
+        }
+        let counts = (writer.written(), writer.reused());
+        writer.finish(&index).unwrap();
+        counts
+    };
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+    fs::write(&path, b"weighty").unwrap();
+    assert_eq!(put(false), (0, 19), "one that only looks at sizes sees nothing");
+    assert_eq!(fs::read(&path).unwrap(), b"weighty");
+    // Once, also where the memory has it twice.
+    assert_eq!(put(true), (7, 12));
+    assert_eq!(fs::read(&path).unwrap(), b"weights");
+    assert_eq!(put(true), (0, 19));
+}

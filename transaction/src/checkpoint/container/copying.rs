@@ -63,6 +63,7 @@ impl ContainerEffects<'_> {
             store,
             key: self.config.images.store_key.clone(),
             cap: self.config.images.store_cap,
+            exit: self.request.exit,
             processes: processes.clone(),
             checkpoint: self.checkpoint.clone(),
             container: self.container.id.clone(),
