@@ -260,3 +260,44 @@ fn is_frozen_below(dir: &Path) -> Result<bool, CgroupError> {
     }
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(state: FreezerState, frozen: Option<u64>, (from, until): (u64, u64)) -> Still {
+        // One moment for all.
+        static BEGUN: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+        let begun = *BEGUN.get_or_init(std::time::Instant::now);
+        Still {
+            state,
+            frozen: frozen.map(Duration::from_micros),
+            from: begun + Duration::from_micros(from),
+            until: begun + Duration::from_micros(until),
+        }
+    }
+
+    #[test]
+    fn a_thaw_is_found_also_when_it_is_over() {
+        use FreezerState::{Freezing, Frozen, Thawed};
+        let first = look(Frozen, Some(500), (1_000, 1_010));
+        let unlike = |state, frozen, at| look(state, frozen, at).unlike(&first);
+        assert!(unlike(Thawed, Some(9_000), (5_000, 5_010)).is_some());
+        assert!(unlike(Freezing, Some(9_000), (5_000, 5_010)).is_some());
+        assert_eq!(first.unlike(&first), None);
+        // From 1010 to 5000 it was frozen for all of 3990 us, or was not.
+        assert_eq!(unlike(Frozen, Some(500 + 3_990), (5_000, 5_010)), None);
+        assert_eq!(unlike(Frozen, Some(500 + 4_005), (5_000, 5_010)), None);
+        assert_eq!(unlike(Frozen, Some(500 + 3_988), (5_000, 5_010)), None, "rounded");
+        let thawed = unlike(Frozen, Some(500 + 3_987), (5_000, 5_010)).unwrap();
+        assert!(thawed.contains("for 1 us"), "{thawed}");
+        let thawed = unlike(Frozen, Some(500), (5_000, 5_010)).unwrap();
+        assert!(thawed.contains("for 3988 us"), "{thawed}");
+        // Where the kernel does not count, only the state shows it.
+        assert_eq!(unlike(Frozen, None, (5_000, 5_010)), None);
+        assert_eq!(
+            look(Frozen, Some(0), (5_000, 5_010)).unlike(&look(Frozen, None, (0, 0))),
+            None
+        );
+    }
+}

@@ -23,6 +23,7 @@ use super::ImageDir;
 use super::dir::close_to_others;
 use crate::blocking::{Left, stoppable_until};
 use crate::cancel::CancellationToken;
+use crate::end_proof::Durable;
 use crate::recording::new_id;
 use crate::warn::OrWarn;
 use firn_host::{Rfc3339, UnlessAbsent, of_root};
@@ -100,6 +101,12 @@ pub fn copy(image: &ImageDir, dir: &Path, stop: &AtomicBool) -> io::Result<()> {
             }
         }
         Ok(())
+    })?;
+    // Order matters: what it was copied from is removed after that.
+    let synced = Durable::tree(dir, stop);
+    synced.map(drop).map_err(|error| {
+        remove(dir);
+        error.source
     })
 }
 
