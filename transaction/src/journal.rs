@@ -391,6 +391,8 @@ impl Journal {
         let open = self.0.clone();
         let write = move || {
             let mut bytes = serde_json::to_vec(&line)?;
+            // Order matters: a write that failed half way has left a line without an end.
+            bytes.insert(0, b'\n');
             bytes.push(b'\n');
             (&open.file).write_all(&bytes)?;
             open.file.sync_data()

@@ -97,15 +97,24 @@ impl Log {
         let mut log = Self::default();
         let visit = |line: &[u8]| {
             let line = String::from_utf8_lossy(line);
-            if let Some((_, run)) = line.split_once("CRIU run id = ") {
+            let message = message(&line);
+            if let (None, Some(run)) = (&log.run, message.strip_prefix("CRIU run id = ")) {
                 log.run = Some(run.trim().to_owned());
             }
-            log.has_released |= line.contains("Unfreezing tasks into");
+            let state = message.strip_prefix("Unfreezing tasks into ");
+            log.has_released |= state.is_some_and(|state| state.trim_end().parse::<u8>().is_ok());
             ControlFlow::Continue(())
         };
         drop(bounded::each(path, b'\n', bounded::LINES, visit));
         log
     }
+}
+
+/// What follows the time stamp of a line. CRIU logs names that the container has chosen: they stand further
+/// behind.
+fn message(line: &str) -> &str {
+    let stamped = line.strip_prefix('(').and_then(|line| line.split_once(") "));
+    stamped.map_or("", |(_, message)| message)
 }
 
 #[cfg(test)]
@@ -127,6 +136,17 @@ mod tests {
         assert_eq!(of(killed).await, expected);
         let ended = format!("{killed}(00.2) Unfreezing tasks into 1\n");
         assert!(of(&ended).await.has_released);
+        // Names of files and the like.
+        for name in [
+            "/Unfreezing tasks into 1",
+            "/x CRIU run id = 7",
+            "/Unfreezing tasks into",
+        ] {
+            let named = format!("{killed}(00.2) Dumping path for -3 fd via self 3 [{name}]\n");
+            assert_eq!(of(&named).await, expected, "{name}");
+        }
+        let odd = format!("{killed}(00.2) Unfreezing tasks into /a\nUnfreezing tasks into 1\n");
+        assert_eq!(of(&odd).await, expected);
         assert_eq!(Log::read_in_time(Path::new("/nonexistent")).await, Log::default());
     }
 }

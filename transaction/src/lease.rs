@@ -88,7 +88,10 @@ impl Lease {
 
     /// Writes that the container has its GPUs, whoever else has them.
     pub fn note(&self) -> io::Result<()> {
-        self.note_in(Path::new(names::LEASES))
+        let dir = Path::new(names::LEASES);
+        let locked = lock(dir)?;
+        clear(dir, &locked)?;
+        self.note_in(dir)
     }
 
     /// Writes that the GPUs are free. Returns the containers that have one of them, too.
@@ -140,7 +143,10 @@ impl Lease {
 
     /// Removes it: the container was deleted.
     pub fn drop_of(bundle: &Path, container: &str, init: i32) {
-        let path = Path::new(names::LEASES).join(init.to_string());
+        let dir = Path::new(names::LEASES);
+        let path = dir.join(init.to_string());
+        // Another container's with that pid may be written now.
+        let _lock = lock(dir).ok();
         // The pid may be another container's by now.
         let is_its = |lease: &Self| lease.container == container && lease.namespace == namespace_of(bundle);
         if !read(&path).as_ref().is_some_and(is_its) {
@@ -164,7 +170,8 @@ impl Lease {
     }
 
     fn park_in(&self, dir: &Path) -> io::Result<Vec<Lease>> {
-        let _lock = lock(dir)?;
+        let locked = lock(dir)?;
+        clear(dir, &locked)?;
         let mut sharers = self.others(dir)?;
         // One that is parked already had the GPU together with this container, if it has noted that.
         sharers.retain(|other| !other.parked || other.sharers.contains(&self.key()));
@@ -180,6 +187,9 @@ impl Lease {
     fn take_in(&self, dir: &Path, keeps: Option<&Lease>, sharers: &[Lease]) -> Result<(), LeaseError> {
         // Order matters: who has the GPUs can be read also where nothing can be written.
         let locked = lock(dir);
+        if let Ok(locked) = &locked {
+            clear(dir, locked)?;
+        }
         let is_sharer = |other: &Lease| sharers.iter().any(|sharer| sharer.key() == other.key());
         let mut others = self.others(dir)?.into_iter();
         let other = others.find(|other| !other.parked && !is_sharer(other));
@@ -230,12 +240,24 @@ fn living(dir: &Path) -> io::Result<Vec<Lease>> {
             .is_some_and(|name| name.to_str().is_some_and(is_pid));
         match is_lease.then(|| read(&path)).flatten() {
             Some(lease) if lease.is_living() => living.push(lease),
-            // Its container has gone; nobody else removes it if the shim was killed.
-            Some(_) => drop(fs::remove_file(&path)),
-            None => {}
+            _ => {}
         }
     }
     Ok(living)
+}
+
+/// Removes those of containers that have gone: nobody else does if the shim was killed. Under the lock,
+/// because a new container may have one of their pids.
+fn clear(dir: &Path, _lock: &Flock<File>) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let is_lease = entry.file_name().to_str().is_some_and(is_pid);
+        let lease = is_lease.then(|| read(&entry.path())).flatten();
+        if lease.is_some_and(|lease| !lease.is_living()) {
+            fs::remove_file(entry.path()).unless_absent()?;
+        }
+    }
+    Ok(())
 }
 
 /// What is no lease counts as none: the directory is root's alone.

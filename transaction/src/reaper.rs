@@ -186,6 +186,7 @@ impl Reaper {
         pipes.stderr.drain();
         Ok(Output {
             exit,
+            is_cut: pipes.stdout.is_cut,
             stdout: pipes.stdout.bytes,
             stderr: pipes.stderr.bytes,
         })
@@ -286,6 +287,8 @@ pub struct Output {
     pub stdout: Vec<u8>,
     /// The beginning of its stderr.
     pub stderr: Vec<u8>,
+    /// There was more on its stdout.
+    pub is_cut: bool,
 }
 
 impl Output {
@@ -296,6 +299,9 @@ impl Output {
 
     /// What a helper prints that has succeeded; else its complaint, or how it ended if it has none.
     pub fn printed(self) -> Result<Vec<u8>, String> {
+        if self.success() && self.is_cut {
+            return Err(format!("it has printed more than {} MiB", OUTPUT_LIMIT >> 20));
+        }
         if self.success() {
             return Ok(self.stdout);
         }
@@ -361,6 +367,7 @@ async fn feed(stdin: Option<pipe::Sender>, input: &[u8]) {
 struct Capture {
     pipe: Option<pipe::Receiver>,
     bytes: Vec<u8>,
+    is_cut: bool,
 }
 
 impl Capture {
@@ -368,6 +375,7 @@ impl Capture {
         Ok(Self {
             pipe: pipe.map(pipe::Receiver::from_owned_fd).transpose()?,
             bytes: Vec::new(),
+            is_cut: false,
         })
     }
 
@@ -402,6 +410,7 @@ impl Capture {
 
     fn keep(&mut self, chunk: &[u8]) {
         let room = OUTPUT_LIMIT - self.bytes.len();
+        self.is_cut |= chunk.len() > room;
         self.bytes.extend_from_slice(&chunk[..chunk.len().min(room)]);
     }
 }

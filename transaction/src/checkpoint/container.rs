@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::{Config, Tcp, names};
 use firn_gpu::protocol::GpuMemory;
-use firn_gpu::{CudaState, SourceGpu, Topology};
+use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
@@ -40,6 +40,9 @@ use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
 use crate::warn::OrWarn;
 use copying::Copied;
+
+/// How many pids a request to the worker has at most as well as those it names: eight bytes each.
+const MOST_PIDS: usize = 100_000;
 
 /// What the container's owner asserts, and what the manifest states about the source node.
 #[derive(Clone)]
@@ -96,6 +99,8 @@ pub(super) struct Progress {
     pub(super) prepared: bool,
     /// The container is parked.
     pub(super) parked: Option<Parked>,
+    /// CUDA processes, as the last inspection found.
+    pub(super) cuda: Vec<CudaProcess>,
     /// How often it has joined the other containers that are checkpointed at the same moment.
     met: usize,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
@@ -120,6 +125,14 @@ pub(super) struct Progress {
 }
 
 impl Progress {
+    /// Of a transaction that has ended, by its journal.
+    pub(super) fn recorded(cuda: Vec<CudaProcess>) -> Self {
+        Self {
+            cuda,
+            ..Self::default()
+        }
+    }
+
     /// Of a container that is parked, or not.
     pub(super) fn of(parked: Option<Parked>) -> Self {
         Self {
@@ -197,6 +210,18 @@ impl ContainerEffects<'_> {
             .map_err(|_| EndError::InitAlive)?;
         self.timings.mark(Phase::End);
         Ok(())
+    }
+
+    /// Processes of the container that may have memory on its GPUs: all of them, or those with CUDA if there
+    /// are very many. The worker's lines are of 1 MiB at most, and a rollback must not fail by that.
+    fn own_pids(&self) -> Result<Vec<i32>, EffectError> {
+        let pids = self.cgroup.pids()?;
+        let parked = self.progress.parked.as_ref();
+        let cuda = parked.map_or(&self.progress.cuda, |parked| &parked.processes);
+        match pids.len() > MOST_PIDS && !cuda.is_empty() {
+            true => Ok(cuda.iter().map(|process| process.pid).collect()),
+            false => Ok(pids),
+        }
     }
 
     fn source(&self) -> &Source {
@@ -301,7 +326,7 @@ impl effects::Gpu for ContainerEffects<'_> {
                 needs: self.needs.clone(),
             }],
         };
-        let own = self.cgroup.pids()?;
+        let own = self.own_pids()?;
         for RestoreCall { pids, pairs, needs } in calls {
             let room = (needs, own.clone());
             unless_cancelled(&self.cancel, self.gpu.restore(&pids, &pairs, room)).await?;

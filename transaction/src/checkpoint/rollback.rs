@@ -196,7 +196,7 @@ async fn rollback_gpu(
         needs: record.memory.clone(),
         criu_plugin: None,
         checkpoint: begin.checkpoint.clone(),
-        progress: Progress::default(),
+        progress: Progress::recorded(record.cuda.clone()),
     };
     let back = Rollback {
         locked: &record.cuda,

@@ -70,7 +70,9 @@ async fn a_truncated_line_counts_as_not_written() {
     journal.enter(Phase::CriuDump).await.unwrap();
     journal.leave(Phase::CriuDump, true).await;
     let text = fs::read(bundle.path().join(FILE)).unwrap();
-    let ends: Vec<usize> = (0..text.len()).filter(|at| text[*at] == b'\n').collect();
+    // Each line begins with a line's end, too.
+    let is_end = |at: &usize| text[*at] == b'\n' && *at > 0 && text[at - 1] != b'\n';
+    let ends: Vec<usize> = (0..text.len()).filter(is_end).collect();
     for length in 0..text.len() {
         let record = Record::parse(&text[..length]);
         assert_eq!(record.is_some(), length > ends[0], "of {length} bytes");
@@ -158,4 +160,18 @@ async fn a_line_of_another_firn_costs_no_other_line() {
     journal.child(Role::Runc, me).await;
     let record = Record::read(bundle.path()).unwrap().unwrap();
     assert_eq!((record.phase, record.children.len()), (Some(Phase::GpuLock), 1));
+}
+
+#[tokio::test]
+async fn a_line_that_was_written_in_part_takes_no_other_along() {
+    let bundle = tempfile::tempdir().unwrap();
+    let journal = Journal::begin(bundle.path(), begin()).await.unwrap();
+    journal.enter(Phase::GpuLock).await.unwrap();
+    let file = std::fs::OpenOptions::new()
+        .append(true)
+        .open(bundle.path().join(FILE));
+    std::io::Write::write_all(&mut file.unwrap(), b"{\"line\":\"le").unwrap();
+    journal.enter(Phase::GpuCheckpoint).await.unwrap();
+    let record = Record::read(bundle.path()).unwrap().unwrap();
+    assert!(record.gpu_checkpointing, "{record:?}");
 }

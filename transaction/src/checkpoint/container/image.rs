@@ -36,6 +36,7 @@ impl Dump for ContainerEffects<'_> {
             self.refuse_by_environment(pids, &cuda).await?;
         }
         self.journal.cuda(&cuda).await?;
+        self.progress.cuda = cuda.clone();
         self.timings.mark(Phase::Inspect);
         Ok(cuda)
     }
