@@ -167,7 +167,7 @@ fn until_it_fails(turn: impl Fn() -> Result<()> + Send + 'static) {
         loop {
             if let Err(error) = turn() {
                 eprintln!("gpu-counter: {error:#}");
-                std::process::exit(1);
+                std::process::abort();
             }
         }
     });

@@ -90,9 +90,11 @@ fn is_image(text: &str) -> bool {
 /// Properties of the value of an annotation, whatever it is.
 #[cfg(any(test, fuzzing, feature = "testing"))]
 pub mod fuzz {
-    use std::path::Component;
+    use std::path::{Component, Path};
 
-    use super::*;
+    use firn_config::names;
+
+    use super::Source;
 
     /// The container's name, NUL, and the value: what it names is one file of its place, and nothing else.
     pub fn restore_from(bytes: &[u8]) {
