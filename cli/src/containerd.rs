@@ -38,7 +38,7 @@ pub use content::{Content, Descriptor, Image, next};
 pub use cri::Recorded;
 pub use events::{Phase, Phases};
 pub use snapshots::Snapshot;
-pub use tasks::TaskState;
+pub use tasks::{Task, TaskState};
 
 /// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
 pub const BUNDLES: &str = "io.containerd.runtime.v2.task";
@@ -177,8 +177,12 @@ struct ListedTasks {
 struct ListedTask {
     #[prost(string, tag = "2")]
     id: String,
+    #[prost(uint32, tag = "3")]
+    pid: u32,
     #[prost(int32, tag = "4")]
     status: i32,
+    #[prost(uint32, tag = "9")]
+    exit_status: u32,
 }
 
 /// `RUNNING` and `PAUSED` of `containerd.v1.types.Status`.
@@ -254,6 +258,16 @@ impl CallError {
     /// Whether what was asked for is not there.
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Call { status, .. } if status.code() == Code::NotFound)
+    }
+
+    /// Whether the connection has ended before the answer came: what was asked for may be under way or done.
+    pub fn is_lost(&self) -> bool {
+        let Self::Call { status, .. } = self else {
+            return false;
+        };
+        // What containerd answers has no cause here.
+        std::error::Error::source(&**status).is_some()
+            || matches!(status.code(), Code::Unavailable | Code::Cancelled)
     }
 
     /// A removal of what somebody else has removed is done: a client that is attached to a task deletes it as

@@ -28,6 +28,7 @@ mod manual;
 mod metrics;
 mod moves;
 mod oci_image;
+mod outlet;
 mod output;
 mod place;
 mod plan;

@@ -7,7 +7,7 @@
 //! |---|---|
 //! | a checkpoint that the container ends with (shim, firn-runc) | its image is on its disk: [`Durable`] |
 //! | `firn checkpoint --exit` | the same of the directory or file; or containerd has committed every blob |
-//! | what moves a workload | its copy runs: [`EndProof::of_copy`] |
+//! | what moves a workload | its copy was seen twice, some time apart: [`RunsElsewhere`] |
 //!
 //! What removes memory or files of a checkpoint for the sake of another place takes a [`Durable`] of that
 //! place.
@@ -18,6 +18,8 @@ use std::sync::atomic::AtomicBool;
 
 use firn_host::durable::{self, NotOnDisk};
 use firn_image::manifest::is_of_image;
+
+use crate::elsewhere::RunsElsewhere;
 
 /// A checkpoint that is on its disk. Write-back that fails later takes nothing away from it.
 #[derive(Debug)]
@@ -86,15 +88,15 @@ impl EndProof {
         Self(Shown::Committed(name.to_owned()))
     }
 
-    /// A copy runs on this node: the node has answered that, by itself, after the copy's Start.
-    pub fn of_copy(node: &str) -> Self {
+    /// A copy runs on this node, and still did a while after its start.
+    pub fn of_copy(node: &str, _runs: RunsElsewhere) -> Self {
         Self(Shown::Copy(node.to_owned()))
     }
 
     /// Of a test that ends nothing.
     #[cfg(any(test, feature = "testing"))]
     pub fn of_test() -> Self {
-        Self::of_copy("test")
+        Self(Shown::Copy("test".to_owned()))
     }
 }
 

@@ -13,6 +13,7 @@ pub mod create;
 pub mod criu_leftovers;
 mod driver;
 mod effects;
+pub mod elsewhere;
 pub mod end_proof;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]

@@ -6,6 +6,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use firn_config::names;
 use firn_host::UnlessAbsent;
@@ -18,10 +19,14 @@ use super::error::CheckpointError;
 use super::source::Source;
 use crate::containerd::{CallError, Containerd, Image};
 use crate::moves::is_firns;
-use crate::oci_image::{self, Layout};
+use crate::oci_image::{self, ImageError, Layout};
+use crate::outlet::Outlet;
 use crate::output::note;
 use crate::place::Place;
 use crate::steps::Steps;
+
+/// How long a file may take nothing.
+const WRITE: Duration = Duration::from_secs(1800);
 
 /// The place of a checkpoint that is being made.
 pub enum Target {
@@ -89,7 +94,7 @@ impl Target {
                 *is_made = true;
                 Ok(taken.index.bytes())
             }
-            Self::File(_, file) => {
+            Self::File(path, file) => {
                 let taken = source.take(steps).await?;
                 steps.begin("write");
                 let layout = Layout {
@@ -97,7 +102,11 @@ impl Target {
                     index: &taken.part,
                     parts: &taken.index.manifests,
                 };
-                let bytes = oci_image::write(&source.containerd, &layout, file, steps, || {}).await?;
+                let failed = || ImageError::file(format!("write {}", path.display()));
+                let to = file.try_clone().map_err(failed())?;
+                let mut out = Outlet::new(to, WRITE, |_written| Ok(())).map_err(failed())?;
+                let bytes = oci_image::write(&source.containerd, &layout, &mut out, steps, || {}).await?;
+                out.end().await.map_err(failed())?;
                 steps.end();
                 Ok(bytes)
             }

@@ -1,6 +1,7 @@
 //! What is done to running tasks.
 
 use prost::Message;
+use serde::{Deserialize, Serialize};
 
 use super::{Any, CallError, Containerd, Descriptor};
 
@@ -37,8 +38,16 @@ struct KillTask {
 
 const SIGKILL: u32 = 9;
 
+/// A task, with how it has ended if it has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Task {
+    pub pid: u32,
+    pub state: TaskState,
+    pub exit_status: u32,
+}
+
 /// `containerd.v1.types.Status`, as far as it matters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TaskState {
     Running,
     Stopped,
@@ -50,16 +59,26 @@ pub enum TaskState {
 impl Containerd {
     /// None: there is no task.
     pub async fn task_state(&self, id: &str) -> Result<Option<TaskState>, CallError> {
+        Ok(self.task(id).await?.map(|task| task.state))
+    }
+
+    /// None: there is no task.
+    pub async fn task(&self, id: &str) -> Result<Option<Task>, CallError> {
         let call = "/containerd.services.tasks.v1.Tasks/Get";
         let got: Got = match self.call(call, id.to_owned()).await {
             Err(error) if error.is_absent() => return Ok(None),
             got => got?,
         };
-        Ok(Some(match got.process.map(|process| process.status) {
-            Some(2) => TaskState::Running,
-            Some(3) => TaskState::Stopped,
-            Some(4) => TaskState::Paused,
-            _ => TaskState::Other,
+        let process = got.process.unwrap_or_default();
+        Ok(Some(Task {
+            pid: process.pid,
+            state: match process.status {
+                2 => TaskState::Running,
+                3 => TaskState::Stopped,
+                4 => TaskState::Paused,
+                _ => TaskState::Other,
+            },
+            exit_status: process.exit_status,
         }))
     }
 

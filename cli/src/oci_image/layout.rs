@@ -1,13 +1,14 @@
 //! A checkpoint image as a tar file with the layout of OCI, as `ctr images import` takes it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 
 use serde_json::json;
 use tar::{Archive, EntryType, Header};
 
 use super::{ImageError, Index, Part, media};
 use crate::containerd::Containerd;
+use crate::outlet::Outlet;
 use crate::steps::Steps;
 
 const LAYOUT: &str = "oci-layout";
@@ -46,12 +47,12 @@ impl Layout<'_> {
     }
 }
 
-/// Writes a tar file. Order matters: without the index, which is in the last call of `write`, nobody takes
-/// the file for a checkpoint. `last` is called before that.
+/// Writes a tar file, whose end is for the caller to wait for. Order matters: without the index, which is the
+/// last piece, nobody takes the file for a checkpoint. `last` is called before that.
 pub async fn write(
     containerd: &Containerd,
     layout: &Layout<'_>,
-    out: &mut impl Write,
+    out: &mut Outlet,
     steps: &mut Steps,
     last: impl FnOnce(),
 ) -> Result<u64, ImageError> {
@@ -59,25 +60,26 @@ pub async fn write(
     let (blobs, all) = (layout.blobs(), layout.bytes());
     let mut done = 0;
     let version = json!({"imageLayoutVersion": "1.0.0"}).to_string();
-    out.write_all(&entry(LAYOUT, version.as_bytes()))
+    out.write(entry(LAYOUT, version.as_bytes()))
+        .await
         .map_err(failed())?;
     for part in blobs {
         let hex = part.digest.trim_start_matches("sha256:");
         let header = header(&format!("{BLOBS}{hex}"), part.size);
-        out.write_all(header.as_bytes()).map_err(failed())?;
+        out.write(header.as_bytes().to_vec()).await.map_err(failed())?;
         let mut blob = containerd.blob(&part.digest).await?;
         let mut read = 0;
         while let Some(content) = message(&mut blob).await? {
-            out.write_all(&content).map_err(failed())?;
             read += content.len() as u64;
             done += content.len() as u64;
+            out.write(content).await.map_err(failed())?;
             steps.copied(done, all);
         }
         if read != part.size {
             let source = io::Error::from(io::ErrorKind::UnexpectedEof);
             return Err(failed()(source));
         }
-        out.write_all(&padding(read)).map_err(failed())?;
+        out.write(padding(read)).await.map_err(failed())?;
     }
     last();
     let mut target = layout.index.clone();
@@ -86,7 +88,7 @@ pub async fn write(
     let index = json!({"schemaVersion": 2, "mediaType": media::INDEX, "manifests": [target]}).to_string();
     let mut end = entry(INDEX, index.as_bytes());
     end.extend([0; 1024]);
-    out.write_all(&end).and_then(|()| out.flush()).map_err(failed())?;
+    out.write(end).await.map_err(failed())?;
     Ok(done)
 }
 

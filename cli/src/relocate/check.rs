@@ -57,6 +57,7 @@ mod tests {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             exists: false,
             has_image: true,
+            task: None,
             inventory: Some(inventory(195, gpus.try_into().unwrap())),
         }
     }

@@ -33,13 +33,36 @@ pub enum MoveError {
         id: String,
         message: String,
     },
-    #[error("the connection to {target} was lost while container {id} may have begun to run there")]
+    #[error(
+        "{target} did not answer, the connection was lost or the move was interrupted, while container {id} \
+         may have begun to run there"
+    )]
     #[problem(
         "FIRN-MOVE-UNKNOWN",
         "it is paused here. Look there with `ctr tasks list`: if it runs there, `ctr tasks delete --force \
          ID` here; if not, `ctr tasks resume ID` here"
     )]
     Unknown { target: String, id: String },
+    #[error("container {id} was started on {target}, and has ended there with status {status}")]
+    #[problem(
+        "FIRN-MOVE-ENDED",
+        "the container goes on here. Its output and containerd's log there have the reason; \
+         `ctr tasks delete ID` and `ctr containers delete ID` there remove what is left"
+    )]
+    Died { target: String, id: String, status: u32 },
+    #[error("container {id} was started on {target}, and has ended there without an error")]
+    #[problem(
+        "FIRN-MOVE-ENDED",
+        "it is paused here. If its work is done, `ctr tasks delete --force ID` here; if not, \
+         `ctr tasks resume ID` here"
+    )]
+    Finished { target: String, id: String },
+    #[error("the checkpoint of container {id} has not ended after {seconds} s")]
+    #[problem(
+        "FIRN-MOVE-LATE",
+        "the container goes on here; see containerd's log, and [deadlines] in firn's configuration"
+    )]
+    Late { id: String, seconds: u64 },
     #[error("container {id} runs on {target}, and its source could not be removed here: {message}")]
     #[problem(
         "FIRN-MOVE-LEFT",
@@ -77,6 +100,11 @@ pub enum MoveError {
 }
 
 impl MoveError {
+    /// Whether the source must not go on, because its copy may run or have done its work.
+    pub fn leaves_paused(&self) -> bool {
+        matches!(self, Self::Unknown { .. } | Self::Finished { .. })
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         match self {

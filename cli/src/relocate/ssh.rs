@@ -1,25 +1,34 @@
 //! Commands on the other node.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
 
 use crate::args::relocate::MoveArgs;
 
 /// Most bytes of an answer.
 const MAX_ANSWER: u64 = 4 << 20;
 
+/// How often it is looked whether ssh has ended.
+const POLL: Duration = Duration::from_millis(20);
+
 /// firn on the other node, which answers with JSON.
 pub struct Remote {
     child: Child,
-    stdin: Option<ChildStdin>,
+    /// What it prints, once it has closed its output.
+    printed: oneshot::Receiver<Vec<u8>>,
 }
 
 impl Remote {
-    /// In a process group of its own: Ctrl-C is for firn, which ends it in an orderly way.
-    pub fn start(args: &MoveArgs, words: &[&str]) -> io::Result<Self> {
+    /// In a process group of its own: Ctrl-C is for firn, which ends it in an orderly way. Its standard input
+    /// is returned.
+    pub fn start(args: &MoveArgs, words: &[&str]) -> io::Result<(Self, ChildStdin)> {
         let mut ssh = args.ssh.split_whitespace();
         let program = ssh.next().unwrap_or("ssh");
         let words = std::iter::once(&*args.remote_firn).chain(words.iter().copied());
@@ -31,24 +40,37 @@ impl Remote {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let stdin = child.stdin.take();
-        Ok(Self { child, stdin })
-    }
-
-    /// Ends its standard input, and waits for its answer; none if it ended without one.
-    pub fn answer(self) -> Option<Value> {
-        self.ended().ok()
-    }
-
-    /// The same, or why there is no answer.
-    pub fn ended(mut self) -> Result<Value, &'static str> {
-        self.stdin = None;
-        let mut text = Vec::new();
-        if let Some(stdout) = self.child.stdout.take() {
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let (send, printed) = oneshot::channel();
+        let remote = Self { child, printed };
+        let (Some(stdin), Some(stdout)) = (stdin, stdout) else {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        };
+        // A thread: it may never be closed.
+        thread::Builder::new().name("answer".to_owned()).spawn(move || {
+            let mut text = Vec::new();
             // What was cut off is no JSON.
             let _read = stdout.take(MAX_ANSWER).read_to_end(&mut text);
-        }
-        let status = self.child.wait().ok().and_then(|status| status.code());
+            let _dropped = send.send(text);
+        })?;
+        Ok((remote, stdin))
+    }
+
+    /// Waits for its answer, or returns why there is none. Its standard input has to be closed before.
+    pub async fn answer(mut self, limit: Duration) -> Result<Value, &'static str> {
+        let ended = async {
+            let text = (&mut self.printed).await.unwrap_or_default();
+            loop {
+                match self.child.try_wait() {
+                    Ok(None) => sleep(POLL).await,
+                    Ok(Some(status)) => return (text, status.code()),
+                    Err(_) => return (text, None),
+                }
+            }
+        };
+        let (text, status) = timeout(limit, ended)
+            .await
+            .map_err(|_late| "it does not answer")?;
         serde_json::from_slice(&text).map_err(|_| why(status))
     }
 }
@@ -61,19 +83,6 @@ fn why(status: Option<i32>) -> &'static str {
         // A shell's.
         Some(126 | 127) => "the program cannot be started there",
         _ => "no answer",
-    }
-}
-
-impl Write for Remote {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        match &mut self.stdin {
-            Some(stdin) => stdin.write(data),
-            None => Err(io::ErrorKind::BrokenPipe.into()),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.stdin.as_mut().map_or(Ok(()), Write::flush)
     }
 }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::RestoreError;
 use crate::args::restore::RestoreArgs;
-use crate::containerd::{Containerd, Snapshot, block_on};
+use crate::containerd::{Containerd, Snapshot, Task, block_on};
 use crate::output::{self, Printed};
 use crate::program;
 
@@ -20,6 +20,8 @@ pub struct Node {
     /// Whether there is a container or a snapshot of the name.
     pub exists: bool,
     pub has_image: bool,
+    /// The task of the container of that name.
+    pub task: Option<Task>,
     pub inventory: Option<Inventory>,
 }
 
@@ -31,11 +33,12 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
         .ok()
         .and_then(|config| program::inventory(&config).ok());
     match block_on(look(args, image))? {
-        Ok((exists, has_image)) => {
+        Ok(found) => {
             output::json(&Node {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
-                exists,
-                has_image,
+                exists: found.exists,
+                has_image: found.has_image,
+                task: found.task,
                 inventory,
             })?;
             Ok(true)
@@ -44,7 +47,14 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
     }
 }
 
-async fn look(args: &RestoreArgs, image: &str) -> Result<(bool, bool), RestoreError> {
+/// What containerd has here.
+struct Found {
+    exists: bool,
+    has_image: bool,
+    task: Option<Task>,
+}
+
+async fn look(args: &RestoreArgs, image: &str) -> Result<Found, RestoreError> {
     let at = &args.containerd;
     let containerd = Containerd::connect(&at.socket.address, &at.namespace).await?;
     let id = args.name.as_deref().unwrap_or_default();
@@ -57,5 +67,9 @@ async fn look(args: &RestoreArgs, image: &str) -> Result<(bool, bool), RestoreEr
         Err(error) if error.is_absent() => containerd.parent_of(snapshot).await?.is_some(),
         Err(error) => return Err(error.into()),
     };
-    Ok((exists, containerd.image(image).await?.is_some()))
+    Ok(Found {
+        exists,
+        has_image: containerd.image(image).await?.is_some(),
+        task: containerd.task(id).await?,
+    })
 }

@@ -268,6 +268,8 @@ fn main() -> ExitCode {
         moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
         moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
         moves::a_lost_answer_leaves_the_source_paused [FORKY];
+        moves::a_node_that_stalls_holds_nothing [FORKY];
+        moves::a_copy_that_dies_after_its_start_costs_nothing [FORKY];
         namespaces::a_container_of_another_namespace_is_as_any_other [FORKY, TRIXIE];
         sshd::a_container_moves_over_ssh [FORKY, TRIXIE];
     })

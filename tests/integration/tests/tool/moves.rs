@@ -5,36 +5,50 @@ use std::fs::{self, File, OpenOptions};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, IMAGE, failure, on};
-use firn_node::{Node, Platform};
+use firn_node::{Node, Platform, wait_for};
 use serde_json::Value;
 
-use super::{copy, counter, host, nothing_left};
+use super::{LIMIT, copy, counter, host, nothing_left};
 
 /// Hands its command to the thread, and its standard input and output to the command. What is in /srv/wire
-/// decides what becomes of a stream: `cut` ends it early, `lose` loses the answer.
+/// decides what becomes of it: `cut` ends the stream early, `lose` loses the answer. Nothing is closed, and
+/// nothing comes any more, at `stall-check` (the first look), `stall-stream` (in the middle of the stream),
+/// `stall-answer` (after its last byte), `stall-confirm` (the second look).
 const SSH: &str = r#"#!/bin/sh
+stall() { echo here >/srv/stalled; exec sleep 600; }
 d=$(mktemp -d /srv/ssh/XXXXXX)
+wire=$(cat /srv/wire)
+case "$2 $wire" in
+*--check*stall-check) stall ;;
+*--check*stall-confirm) [ -e /srv/looked ] && stall; : >/srv/looked ;;
+*--check*) wire= ;;
+esac
 mkfifo "$d/in" "$d/out"
 printf %s "$2" >"$d/new"
 mv "$d/new" "$d/command"
 exec 3<&0
-wire=$(cat /srv/wire)
-case "$2" in *--check*) wire=;; esac
 case "$wire" in
 cut) head -c 1000000 <&3 >"$d/in" 3<&- & exec 3<&- ;;
+stall-stream)
+    cat "$d/out" >/dev/null 2>&1 3<&- &
+    exec 4>"$d/in"
+    head -c 1000000 <&3 >&4
+    stall ;;
 *) cat <&3 >"$d/in" & ;;
 esac
 case "$wire" in
 lose) cat "$d/out" >/dev/null ;;
+stall-answer) cat "$d/out" >/dev/null; stall ;;
 *) cat "$d/out" ;;
 esac
 "#;
 
-/// Runs what the program hands over, one after the other.
+/// Runs what the program hands over, one after the other. If /srv/die is there, a container that was restored
+/// is killed as soon as it was started, before the answer is complete: it ends with the command's output.
 fn serve(from: &Path, node: &Node, ended: &AtomicBool) -> Result<()> {
     while !ended.load(Ordering::Relaxed) {
         for entry in fs::read_dir(from)? {
@@ -48,6 +62,9 @@ fn serve(from: &Path, node: &Node, ended: &AtomicBool) -> Result<()> {
             let mut shell = node.command("sh");
             shell.args(["-c", &command]).stdin(input).stdout(output);
             shell.status()?;
+            if node.path("/srv/die").exists() && !command.contains("--check") {
+                node.run(&["ctr", "tasks", "kill", "--signal", "SIGKILL", "job"])?;
+            }
         }
         thread::sleep(Duration::from_millis(20));
     }
@@ -208,5 +225,87 @@ pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> 
         job.goes_on(3)?;
         job.remove()?;
         a.idle()
+    })
+}
+
+/// Interrupts a move once nothing comes from the other node any more. It ends at once, with this code.
+fn interrupted(a: &GpuHost, at: &str, code: &str) -> Result<()> {
+    let node = a.node();
+    node.run(&["rm", "-f", "/srv/stalled", "/srv/looked"])?;
+    wire(a, at)?;
+    let moving = node.spawn(&MOVE)?;
+    wait_for("the stall", LIMIT, || {
+        Ok(node.path("/srv/stalled").exists().then_some(()))
+    })?;
+    let processes = node.processes();
+    let firn = processes.iter().find(|process| process.command == "firn");
+    let begun = Instant::now();
+    node.run(&["kill", "-INT", &firn.context("no firn")?.pid.to_string()])?;
+    let output = moving.wait_with_output()?;
+    ensure!(begun.elapsed() < LIMIT, "{at}: {:?}", begun.elapsed());
+    let shown = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == Some(1), "{at}: {shown}");
+    ensure!(shown.contains(&format!("{code}: ")), "{at}: {shown}");
+    Ok(())
+}
+
+pub fn a_node_that_stalls_holds_nothing(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-stall")?, |[a, b]| {
+        let job = counter(a)?;
+        joined(a, b, || {
+            // Without an index nothing is begun there.
+            for at in ["stall-check", "stall-stream"] {
+                interrupted(a, at, "FIRN-INTERRUPTED")?;
+                ensure!(job.status()? == "RUNNING", "{at}: {}", job.status()?);
+                job.goes_on(3)?;
+                knows_nothing(b)?;
+                nothing_left(a)?;
+            }
+            // It runs there: it is for the person who interrupts to look.
+            for at in ["stall-answer", "stall-confirm"] {
+                interrupted(a, at, "FIRN-MOVE-UNKNOWN")?;
+                ensure!(job.status()? == "PAUSED", "{at}: {}", job.status()?);
+                copy(b, "job", &b.uuids()[..1])?.remove()?;
+                job.stands_still()?;
+                job.task(&["resume"])?;
+                job.goes_on(3)?;
+            }
+            // Nobody interrupts: every wait has a limit, by the deadlines of a restore.
+            a.configure(
+                "[deadlines]\ninventory = \"10s\"\nlook = \"10s\"\nverify = \"1s\"\ncriu-restore = \"1s\"\n\
+                 gpu-restore = \"5s\"\ngpu-unlock = \"1s\"\nrestored = \"1s\"\nend = \"5s\"\n",
+            )?;
+            wire(a, "stall-answer")?;
+            not_moved(a, &[], "FIRN-MOVE-UNKNOWN")?;
+            ensure!(job.status()? == "PAUSED");
+            copy(b, "job", &b.uuids()[..1])?.remove()
+        })?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        a.idle()
+    })
+}
+
+pub fn a_copy_that_dies_after_its_start_costs_nothing(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-dies")?, |[a, b]| {
+        let job = counter(a)?;
+        joined(a, b, || {
+            let before = job.lines()?;
+            b.node().run(&["touch", "/srv/die"])?;
+            let output = not_moved(a, &[], "FIRN-MOVE-ENDED")?;
+            ensure!(output.contains("with status 137"), "{output}");
+            ensure!(job.status()? == "RUNNING");
+            ensure!(job.goes_on(3)?.reached(1) >= before.reached(1));
+            b.node().run(&["rm", "/srv/die"])?;
+            // What is left there is named, and in the way of the next move.
+            not_moved(a, &[], "FIRN-MOVE-TARGET")?;
+            Container::known(b, "job").remove()?;
+            moved(a, &[])?;
+            knows_nothing(a)?;
+            copy(b, "job", &b.uuids()[..1])?.remove()
+        })?;
+        a.idle()?;
+        b.idle()
     })
 }
