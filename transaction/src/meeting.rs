@@ -1,12 +1,18 @@
 //! Transactions of several containers that wait for each other, so that all stand still at one moment.
 
+use std::time::Duration;
+
+use firn_config::Deadlines;
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 /// A checkpoint of several containers. Each joins three times: before anything is locked, when it stands
 /// still, and when its image is there.
 pub struct Meeting {
     /// How many containers take part.
     count: usize,
+    /// How long one waits for the others.
+    limit: Duration,
     seen: watch::Sender<Seen>,
 }
 
@@ -17,16 +23,25 @@ struct Seen {
     met: usize,
     given_up: bool,
     withdrawn: bool,
+    late: bool,
 }
 
 impl Meeting {
-    pub fn of(count: usize) -> Self {
+    pub fn of(count: usize, limit: Duration) -> Self {
         let seen = watch::Sender::new(Seen::default());
-        Self { count, seen }
+        Self { count, limit, seen }
+    }
+
+    /// The longest time that one may work between two joins: more than any of its deadlines. Those end each
+    /// participant by itself; this is the end of the meeting if one does not keep them.
+    pub fn limit(deadlines: &Deadlines) -> Duration {
+        let before = deadlines.prepare + deadlines.discover + 2 * deadlines.look;
+        let driver = deadlines.gpu_lock + deadlines.freeze + deadlines.gpu_checkpoint;
+        before + driver + 3 * deadlines.criu_dump
     }
 
     /// Joins for the `nth` time, the first being 1, and waits until all have. False if one has given up
-    /// before.
+    /// before. Gives up for all if the others do not come.
     pub async fn join(&self, nth: usize) -> bool {
         self.seen.send_modify(|seen| {
             seen.joined += 1;
@@ -35,8 +50,14 @@ impl Meeting {
             }
         });
         let mut seen = self.seen.subscribe();
-        let last = seen.wait_for(|seen| seen.given_up || seen.met >= nth).await;
-        last.is_ok_and(|seen| seen.met >= nth)
+        let met = seen.wait_for(|seen| seen.given_up || seen.met >= nth);
+        if timeout(self.limit, met).await.is_err() {
+            self.seen.send_modify(|seen| {
+                seen.late |= seen.met < nth;
+                seen.given_up = true;
+            });
+        }
+        self.seen.borrow().met >= nth
     }
 
     /// One of them does not join any more: nobody waits for it.
@@ -55,6 +76,11 @@ impl Meeting {
     pub fn is_withdrawn(&self) -> bool {
         self.seen.borrow().withdrawn
     }
+
+    /// For how long one has waited in vain for the others; none: nobody has.
+    pub fn late(&self) -> Option<Duration> {
+        self.seen.borrow().late.then_some(self.limit)
+    }
 }
 
 #[cfg(test)]
@@ -65,6 +91,8 @@ mod tests {
 
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
     fn now<T>(work: impl Future<Output = T>) -> Option<T> {
         match pin!(work).poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(done) => Some(done),
@@ -72,9 +100,9 @@ mod tests {
         }
     }
 
-    #[test]
-    fn nobody_goes_on_before_all_have_joined() {
-        let meeting = Meeting::of(2);
+    #[tokio::test]
+    async fn nobody_goes_on_before_all_have_joined() {
+        let meeting = Meeting::of(2, LIMIT);
         for nth in [1, 2] {
             let mut first = Box::pin(meeting.join(nth));
             assert_eq!(now(&mut first), None);
@@ -83,9 +111,9 @@ mod tests {
         }
     }
 
-    #[test]
-    fn nobody_waits_for_one_that_has_given_up() {
-        let meeting = Meeting::of(2);
+    #[tokio::test]
+    async fn nobody_waits_for_one_that_has_given_up() {
+        let meeting = Meeting::of(2, LIMIT);
         let mut first = Box::pin(meeting.join(1));
         assert_eq!(now(&mut first), None);
         meeting.give_up();
@@ -93,14 +121,40 @@ mod tests {
         assert_eq!(now(meeting.join(1)), Some(false), "it has not met anybody");
     }
 
-    #[test]
-    fn who_has_met_the_others_goes_on_whatever_becomes_of_them() {
-        let meeting = Meeting::of(2);
+    #[tokio::test]
+    async fn who_has_met_the_others_goes_on_whatever_becomes_of_them() {
+        let meeting = Meeting::of(2, LIMIT);
         let mut first = Box::pin(meeting.join(1));
         assert_eq!(now(&mut first), None);
         assert_eq!(now(meeting.join(1)), Some(true));
         meeting.give_up();
         assert_eq!(now(first), Some(true));
         assert_eq!(now(meeting.join(2)), Some(false));
+    }
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_in_vain_gives_up_for_all() {
+        let meeting = Meeting::of(3, LIMIT);
+        let begun = tokio::time::Instant::now();
+        let (first, second) = tokio::join!(meeting.join(1), meeting.join(1));
+        assert!(!first && !second);
+        assert_eq!((begun.elapsed(), meeting.late()), (LIMIT, Some(LIMIT)));
+        // The last one comes after all.
+        assert_eq!(now(meeting.join(1)), Some(false));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_has_met_is_not_late() {
+        let meeting = Meeting::of(2, LIMIT);
+        let (first, second) = tokio::join!(meeting.join(1), meeting.join(1));
+        assert!(first && second);
+        tokio::time::sleep(2 * LIMIT).await;
+        assert_eq!(meeting.late(), None);
+    }
+
+    #[test]
+    fn the_limit_is_beyond_each_participants_deadlines() {
+        let all = Deadlines::default();
+        let dump = 2 * all.criu_dump;
+        assert!(Meeting::limit(&all) > dump + all.gpu_checkpoint + all.prepare);
     }
 }

@@ -5,6 +5,7 @@ mod error;
 mod explain;
 mod interrupt;
 mod pod;
+mod pod_call;
 mod source;
 mod target;
 
@@ -18,6 +19,7 @@ pub use alone::Alone;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod::{KIND, annotations};
+pub use pod_call::PodCall;
 pub use source::{Found as SourceFound, OPTIONS, Source};
 
 use crate::args::checkpoint::CheckpointArgs;

@@ -2,7 +2,7 @@
 //!
 //! The pod's shim does it. containerd hands it the annotations of an update, and has no call for pods.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::DirBuilder;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -11,16 +11,15 @@ use std::time::Instant;
 
 use anyhow::Result;
 use firn_config::names;
-use firn_host::{Problem, ProblemLine};
+use firn_host::{Problem, ProblemLine, UnlessAbsent};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
-use crate::output::{self, line};
+use crate::output::{self, line, note};
 use crate::text;
 
-use super::Printed;
+use super::{Interrupts, PodCall, Printed};
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
@@ -53,6 +52,9 @@ enum PodError {
     #[error("{0}")]
     #[problem("FIRN-POD", "every container of the pod goes on")]
     Checkpoint(String),
+    #[error("cannot handle signals")]
+    #[problem("FIRN-FILE", "see the cause")]
+    Signals(#[from] io::Error),
     #[error(transparent)]
     #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
     Call(#[from] CallError),
@@ -123,10 +125,17 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
         by_id.insert(id, image.clone());
         images.insert(name, image);
     }
-    let one = by_id.keys().next().cloned().unwrap_or_default();
-    let wanted = json!(by_id).to_string();
-    let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted)]);
-    match containerd.annotate(&one, annotations).await {
+    let call = PodCall::new(&containerd, by_id);
+    let mut interrupts = Interrupts::new()?;
+    let mut answer = call.begin(false);
+    let answer = match interrupts.unless(&mut answer).await {
+        Some(answer) => answer,
+        None => {
+            note!("firn: interrupted: every container of {pod} goes on as soon as what was begun has ended");
+            call.withdraw(answer).await
+        }
+    };
+    match answer {
         Ok(()) => {
             made.0.clear();
             Ok(images)
@@ -134,8 +143,12 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
         Err(CallError::Call { status, .. }) if is_firns(status.message()) => {
             Err(PodError::Checkpoint(status.message().to_owned()))
         }
+        Err(lost) if lost.is_lost() => {
+            made.discard(&call.lost().await);
+            Err(lost.into())
+        }
         Err(CallError::Call { status, .. }) => Err(PodError::Shim {
-            id: one,
+            id: call.one().to_owned(),
             message: status.message().to_owned(),
         }),
         Err(error) => Err(error.into()),
@@ -199,6 +212,16 @@ impl Made {
         })?;
         self.0.push(path.to_owned());
         Ok(())
+    }
+
+    /// Removes these images, which nobody needs, with what is beside them.
+    fn discard(&self, images: &[&Path]) {
+        for place in images.iter().filter_map(|image| image.parent()) {
+            let ours = self.0.iter().find(|made| *made == place);
+            if let Some(Err(error)) = ours.map(|place| std::fs::remove_dir_all(place).unless_absent()) {
+                note!("firn: {} is left: {error}", place.display());
+            }
+        }
     }
 }
 

@@ -1,30 +1,24 @@
 //! `CheckpointPod`: the pod's shim does it, as for `firn checkpoint --pod`.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, DirBuilder};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_transaction::restore::is_name;
-use serde_json::json;
-use tokio::time::sleep;
 
 use super::Adapter;
 use super::caller::Caller;
 use super::error::CriError;
 use super::messages::CheckpointPodRequest;
 use super::record::{Pod, Process};
-use crate::checkpoint::{KIND, annotations};
+use crate::checkpoint::{KIND, PodCall, annotations};
 use crate::containerd::{CallError, Containerd, TaskState};
 use crate::moves::is_firns;
 use crate::output::note;
-
-/// How often the shim is asked to withdraw a checkpoint: it may not have begun it yet.
-const AGAIN: Duration = Duration::from_millis(500);
 
 /// Checkpoints the containers that the request names, which are all that run in the sandbox.
 pub async fn checkpoint(
@@ -43,24 +37,20 @@ pub async fn checkpoint(
         images.insert(id, made.directory(&name)?.join(names::ARCHIVE_IMAGE));
     }
     caller.expect_waiting()?;
-    let sent = json!(images).to_string();
-    let one = images.keys().next().cloned().unwrap_or_default();
-    let done = containerd.annotate(
-        &one,
-        HashMap::from([
-            (names::ANNOTATION_CHECKPOINT_POD.to_owned(), sent.clone()),
-            // Whatever is outside of the directory is not the caller's.
-            (names::ANNOTATION_BULK.to_owned(), "inline".to_owned()),
-        ]),
-    );
-    let mut done = Box::pin(done);
+    let call = PodCall::new(&containerd, images);
+    // Whatever is outside of the directory is not the caller's.
+    let mut answer = call.begin(true);
     let is_done = tokio::select! {
-        done = &mut done => Some(done),
+        done = &mut answer => Some(done),
         () = caller.left() => None,
     };
     match is_done {
+        Some(Err(error)) if error.is_lost() => {
+            made.remove(&call.lost().await);
+            return Err(error.into());
+        }
         Some(done) => done.map_err(|error| unless_by_firn(error, &request.pod_sandbox_id))?,
-        None => return withdraw(&containerd, (&one, sent), done, made).await,
+        None => return withdrawn(&call, call.withdraw(answer).await, made).await,
     }
     let written = Pod::of(processes)
         .write(&dir)
@@ -72,26 +62,16 @@ pub async fn checkpoint(
     written
 }
 
-/// Waits until the pod goes on whose checkpoint nobody wants any more.
-async fn withdraw(
-    containerd: &Containerd,
-    (one, sent): (&str, String),
-    mut done: impl Future<Output = Result<(), CallError>> + Unpin,
+/// The pod goes on, whose checkpoint nobody wants any more.
+async fn withdrawn(
+    call: &PodCall<'_>,
+    answer: Result<(), CallError>,
     mut made: Made,
 ) -> Result<(), CriError> {
-    let done = loop {
-        let annotations = HashMap::from([(names::ANNOTATION_WITHDRAW_POD.to_owned(), sent.clone())]);
-        if let Err(error) = containerd.annotate(one, annotations).await {
-            note!("firn: cannot withdraw the checkpoint of container {one}: {error}");
-        }
-        tokio::select! {
-            done = &mut done => break done,
-            () = sleep(AGAIN) => {}
-        }
-    };
-    match done {
+    match answer {
         // It was complete before.
         Ok(()) => made.remove_all(),
+        Err(error) if error.is_lost() => made.remove(&call.lost().await),
         // The shim leaves complete images of a container that does not go on: they may be the only copies.
         Err(CallError::Call { status, .. }) if !status.message().starts_with("FIRN-INTERRUPTED") => {
             note!("firn: {}", status.message());
@@ -218,10 +198,21 @@ impl Made {
     }
 
     fn remove_all(&mut self) {
+        let all: Vec<PathBuf> = self
+            .inside
+            .iter()
+            .map(|path| path.join(names::ARCHIVE_IMAGE))
+            .collect();
+        self.remove(&all.iter().map(PathBuf::as_path).collect::<Vec<_>>());
+    }
+
+    /// Removes these images, with what is beside them, and the file that shows that all are there.
+    fn remove(&mut self, images: &[&Path]) {
         let file = self.dir.join(names::POD_FILE);
+        let is_one = |path: &mut PathBuf| images.contains(&&*path.join(names::ARCHIVE_IMAGE));
         let removals = self
             .inside
-            .drain(..)
+            .extract_if(.., is_one)
             .map(|path| (fs::remove_dir_all(&path), path));
         for (removed, path) in removals.chain([(fs::remove_file(&file), file)]) {
             if let Err(error) = removed.unless_absent() {

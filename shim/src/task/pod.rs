@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use containerd_shim_protos::api::Empty;
-use firn_config::names;
+use firn_config::{Config, names};
 use firn_host::Chain;
 use firn_image::manifest::DumpFlags;
 use firn_transaction::checkpoint::{self, CheckpointError, Request};
@@ -21,7 +21,7 @@ use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
 use firn_transaction::panics::lock;
 use firn_transaction::recording::{self, Call};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::{Service, TaskError};
 
@@ -37,6 +37,7 @@ pub(super) struct Progress {
     /// The images have all memory in them.
     inline: bool,
     meeting: Arc<Meeting>,
+    over: watch::Sender<bool>,
     /// The containers whose operation lock it holds.
     held: Mutex<BTreeMap<String, Arc<Container>>>,
 }
@@ -79,15 +80,24 @@ fn named(annotations: &HashMap<String, String>, key: &str) -> Result<Option<Imag
     images.map(Some).ok_or(TaskError::PodSetting)
 }
 
-/// Withdraws a checkpoint. One whose images are complete, or that is over, is left as it is.
-pub(super) fn withdraw(service: &Service, images: &Images) -> Empty {
+/// Withdraws a checkpoint, and waits until it is over. One whose images are complete, or that is over, is left
+/// as it is.
+pub(super) async fn withdraw(service: &Service, images: &Images) -> Empty {
     let pods = lock(&service.pods).clone();
-    for progress in pods.iter().filter(|progress| progress.images == *images) {
+    let withdrawn: Vec<_> = pods
+        .iter()
+        .filter(|progress| progress.images == *images)
+        .collect();
+    for progress in &withdrawn {
         // Order matters: who begins after it has been looked at finds that nobody meets.
         progress.meeting.withdraw();
         for container in lock(&progress.held).values() {
             container.transaction.withdraw();
         }
+    }
+    for progress in withdrawn {
+        let mut over = progress.over.subscribe();
+        let _ended = over.wait_for(|over| *over).await;
     }
     Empty::default()
 }
@@ -100,15 +110,19 @@ pub(super) async fn checkpoint(
 ) -> Result<Empty, TaskError> {
     let containers = images.keys().map(|id| service.container(id));
     let containers = containers.collect::<Result<Vec<_>, _>>()?;
+    let (config, _mistake) = Config::load_what_is_valid();
+    let limit = Meeting::limit(&config.deadlines);
     let progress = Arc::new(Progress {
-        meeting: Arc::new(Meeting::of(containers.len())),
+        meeting: Arc::new(Meeting::of(containers.len(), limit)),
         images,
         inline,
+        over: watch::Sender::new(false),
         held: Mutex::default(),
     });
     lock(&service.pods).push(progress.clone());
     let done = at_one_moment(service, containers, &progress).await;
     lock(&service.pods).retain(|other| !Arc::ptr_eq(other, &progress));
+    progress.over.send_replace(true);
     done.map(|()| Empty::default())
 }
 

@@ -19,7 +19,7 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
         return pod::checkpoint(service, images, pod::inline(&request.annotations)?).await;
     }
     if let Some(images) = pod::withdrawn(&request.annotations)? {
-        return Ok(pod::withdraw(service, &images));
+        return Ok(pod::withdraw(service, &images).await);
     }
     let container = service.container(&request.id)?;
     container.admit(Action::Update)?;

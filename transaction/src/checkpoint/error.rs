@@ -98,6 +98,12 @@ pub enum EffectError {
         "see the error of that container in containerd's log; this one goes on"
     )]
     Others,
+    #[error("the other containers of its pod were not ready within {} s", limit.as_secs())]
+    #[problem(
+        "FIRN-POD",
+        "see containerd's log for the container that does not answer; all go on"
+    )]
+    OthersLate { limit: Duration },
     #[error("its client wants the checkpoint no more")]
     #[problem(
         "FIRN-INTERRUPTED",
@@ -473,7 +479,7 @@ impl CheckpointError {
             Self::Refused { cause, .. } | Self::RolledBack { cause, .. } => Some(cause),
             _ => None,
         };
-        matches!(cause, Some(EffectError::Others))
+        matches!(cause, Some(EffectError::Others | EffectError::OthersLate { .. }))
     }
 
     /// Whether the image is complete all the same.

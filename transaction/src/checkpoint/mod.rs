@@ -162,7 +162,10 @@ async fn join(meeting: &Meeting, nth: usize, cancel: &CancellationToken) -> Resu
     match cancel.unless_cancelled(meeting.join(nth)).await {
         Some(true) => Ok(()),
         Some(false) if meeting.is_withdrawn() => Err(EffectError::Withdrawn),
-        Some(false) => Err(EffectError::Others),
+        Some(false) => Err(match meeting.late() {
+            Some(limit) => EffectError::OthersLate { limit },
+            None => EffectError::Others,
+        }),
         None => Err(EffectError::Killed),
     }
 }

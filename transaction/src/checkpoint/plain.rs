@@ -184,7 +184,11 @@ async fn dump_now(
     let made = work.clone();
     tidy("make CRIU's work directory", move || made.make()).await;
     let bounds = Bounds {
-        deadline: None,
+        // As with the stock shim: alone it keeps nobody waiting.
+        deadline: request
+            .meeting
+            .is_some()
+            .then(|| configured().deadlines.criu_dump),
         journal,
         cancel,
         freezer: None,

@@ -24,7 +24,7 @@ pub const POINTS: &[Point] = &[
     ),
     point(
         "cri-pods: a checkpoint whose deadline passes, or whose caller is killed, or that is stopped",
-        "deadline, killed, stopped: all go on, nothing is left",
+        "deadline, killed, stopped, restarted: all go on, nothing is left",
         given_up,
     ),
     point(
@@ -269,7 +269,7 @@ fn given_up(cri: Cri<'_>) -> Result<String> {
         two.ids()[1]
     );
     let mut seen = Vec::new();
-    for how in ["deadline", "killed", "stopped"] {
+    for how in ["deadline", "killed", "stopped", "restarted"] {
         empty(cri)?;
         cri.host.replace_runc(&hangs)?;
         give_up(cri, &two, how).with_context(|| how.to_owned())?;
@@ -313,6 +313,11 @@ fn give_up(cri: Cri<'_>, two: &Two<'_>, how: &str) -> Result<()> {
         }
         "killed" => {
             node.run(&["sh", "-c", "kill -KILL $(pidof cri-client)"])?;
+            Some(adapter)
+        }
+        "restarted" => {
+            // Nobody gets the shim's answer any more.
+            node.restart_containerd()?;
             Some(adapter)
         }
         _ => Some(adapter),

@@ -39,6 +39,18 @@ pub const POINTS: &[Point] = &[
     )
     .firn_only(),
     Point::new(
+        "pod checkpoint: the CRIU of the container without GPU stands still",
+        "FIRN-POD, all go on, nothing is left",
+        stopped_criu,
+    )
+    .firn_only(),
+    Point::new(
+        "pod checkpoint: the command is interrupted",
+        "FIRN-INTERRUPTED, all go on, nothing is left",
+        interrupted,
+    )
+    .firn_only(),
+    Point::new(
         "pod checkpoint: what names no pod, and a place that is taken",
         "FIRN-POD, FIRN-NO-CONTAINER, FIRN-POD",
         wrong,
@@ -306,6 +318,75 @@ fn suspended(cri: Cri<'_>) -> Result<String> {
         "{}, both images are complete, both go on",
         code(&output)?
     ))
+}
+
+/// Stops the CRIU of this container as soon as it is there.
+fn stop_criu(id: &str) -> String {
+    format!(
+        "while :; do for p in $(pidof criu); do
+            of=$(sed -n 's/^PPid:[[:space:]]*//p' /proc/$p/status)
+            case $(tr '\\0' ' ' </proc/$of/cmdline) in
+                *' checkpoint '*{id}*) kill -STOP $p && echo $p >/tmp/stopped && exit 0 ;;
+            esac
+        done 2>/dev/null; done"
+    )
+}
+
+/// The containers with GPUs do not wait for it without end.
+fn stopped_criu(cri: Cri<'_>) -> Result<String> {
+    let node = cri.host.node();
+    let three = Three::begin(cri)?;
+    cri.host.configure("[deadlines]\ncriu-dump = \"8s\"\n")?;
+    let watching = node.spawn(&["sh", "-c", &stop_criu(&three.containers[2].id)])?;
+    let begin = "timeout 90 firn checkpoint --pod default/three /tmp/pod";
+    let output = failure(node.run(&["sh", "-c", begin]));
+    cri.host.configure("")?;
+    let was_stopped = node.path("/tmp/stopped").exists();
+    node.run(&[
+        "sh",
+        "-c",
+        "kill -KILL $(cat /tmp/stopped); rm -f /tmp/stopped; true",
+    ])?;
+    { watching }.kill()?;
+    ensure!(was_stopped, "no CRIU was stopped");
+    let output = output?;
+    three.go_on(3)?;
+    let (stopped, went_on) = three.stood_still()?;
+    // The deadline, and what the kill of CRIU and the rollback take on a loaded machine.
+    ensure!(
+        (7.0..45.0).contains(&(went_on - stopped)),
+        "they stood still from {stopped} to {went_on}"
+    );
+    ensure!(!node.path("/tmp/pod").exists(), "something is left");
+    three.remove()?;
+    Ok(format!("{}, all go on, nothing is left", code(&output)?))
+}
+
+/// While the dump of the container without GPU does not end.
+fn interrupted(cri: Cri<'_>) -> Result<String> {
+    let node = cri.host.node();
+    let three = Three::begin(cri)?;
+    let id = &three.containers[2].id;
+    let hangs = format!(
+        "#!/bin/sh\ncase \"$*\" in *' checkpoint '*{id}*) >/tmp/hangs; exec sleep 1000;; esac\n\
+         exec /usr/sbin/runc \"$@\"\n"
+    );
+    cri.host.replace_runc(&hangs)?;
+    let running = node.spawn(&["firn", "checkpoint", "--pod", "default/three", "/tmp/pod"])?;
+    wait_for("the dump", LIMIT, || {
+        Ok(node.path("/tmp/hangs").exists().then_some(()))
+    })?;
+    node.run(&["sh", "-c", "kill -INT $(pidof -s firn)"])?;
+    let output = running.wait_with_output()?;
+    node.run(&["rm", "/tmp/hangs", "/usr/local/sbin/runc"])?;
+    ensure!(output.status.code() == Some(1), "{output:?}");
+    three.go_on(3)?;
+    ensure!(!node.path("/tmp/pod").exists(), "something is left");
+    three.remove()?;
+    let shown = String::from_utf8_lossy(&output.stderr);
+    let line = shown.lines().find(|line| line.contains("FIRN-"));
+    let code = code(line.context(shown.clone().into_owned())?)?;
+    Ok(format!("{code}, all go on, nothing is left"))
 }
 
 fn wrong(cri: Cri<'_>) -> Result<String> {
