@@ -178,6 +178,10 @@ pub struct DrainArgs {
     /// A node that gets the checkpoints; repeat it for more. Default: all others that can take pods.
     #[arg(long, value_name = "NODE")]
     pub to: Vec<String>,
+    /// Also move jobs that may write to volumes: what they write after their checkpoint stays there, and they
+    /// do it again.
+    #[arg(long)]
+    pub with_volumes: bool,
     /// Only show what can be moved.
     #[arg(long)]
     pub dry_run: bool,

@@ -1,5 +1,5 @@
-//! A writer on a thread of its own. What it writes to may not answer for ever, and whoever waits for it can be
-//! interrupted and has a limit; the thread is left behind then, and ends with the program.
+//! A writer on a thread of its own. What it writes to may not answer for ever, and whoever waits for it can
+//! be interrupted and has a limit; the thread is left behind then, and ends with the program.
 
 use std::io::{self, ErrorKind, Write};
 use std::thread;

@@ -243,6 +243,10 @@ pub const CRIU_UNIX_SOCKETS: &str = "firn-unix-sockets";
 /// image directory.
 pub const BUNDLE_RESTORED_FROM: &str = "firn-restored-from";
 
+/// An empty file NAMESPACE/ID for each container that was restored because its pod names a checkpoint:
+/// whoever may know that need not see bundles.
+pub const RESTORED: &str = "/run/firn/restored";
+
 /// Directory in the bundle for the checkpoint of such a container that is an image in containerd's store. It
 /// is in containerd's directory for what belongs to a task, which is on disk and removed with the bundle.
 pub const BUNDLE_UNPACKED: &str = "work/firn-checkpoint";

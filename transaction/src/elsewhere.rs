@@ -1,8 +1,8 @@
 //! What has to be known before a workload is ended here because it runs elsewhere.
 //!
-//! An answer "it was started" proves little: a copy may die of the first thing that it does. So it is looked at
-//! again after a while, and only what was seen twice is a proof. Functions that end a source, or remove the last
-//! checkpoint of one, take the proof.
+//! An answer "it was started" proves little: a copy may die of the first thing that it does. So it is looked
+//! at again after a while, and only what was seen twice is a proof. Functions that end a source, or remove
+//! the last checkpoint of one, take the proof.
 
 use std::time::{Duration, Instant};
 
@@ -22,6 +22,11 @@ impl<T> Sighting<T> {
     pub fn now(what: T) -> Self {
         let at = Instant::now();
         Self { what, at }
+    }
+
+    /// When that was.
+    pub fn at(&self) -> Instant {
+        self.at
     }
 
     /// Whether both are of one copy.

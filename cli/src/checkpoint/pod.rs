@@ -214,7 +214,7 @@ impl Made {
         Ok(())
     }
 
-    /// Removes these images, which nobody needs, with what is beside them.
+    /// Removes these images, which nobody needs, with what is next to them.
     fn discard(&self, images: &[&Path]) {
         for place in images.iter().filter_map(|image| image.parent()) {
             let ours = self.0.iter().find(|made| *made == place);

@@ -1,5 +1,5 @@
-//! The call by which a pod's shim checkpoints containers of it, and the withdrawal of one that nobody wants any
-//! more.
+//! The call by which a pod's shim checkpoints containers of it, and the withdrawal of one that nobody wants
+//! any more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -77,8 +77,8 @@ impl<'a> PodCall<'a> {
         }
     }
 
-    /// Waits, after its answer was lost, until it is withdrawn and over. Returns the images of containers that
-    /// run again: these are of no use. The others may be the only copies of their workloads.
+    /// Waits, after its answer was lost, until it is withdrawn and over. Returns the images of containers
+    /// that run again: these are of no use. The others may be the only copies of their workloads.
     pub async fn lost(&self) -> Vec<&Path> {
         let until = Instant::now() + RESTART;
         loop {

@@ -206,7 +206,7 @@ impl Made {
         self.remove(&all.iter().map(PathBuf::as_path).collect::<Vec<_>>());
     }
 
-    /// Removes these images, with what is beside them, and the file that shows that all are there.
+    /// Removes these images, with what is next to them, and the file that shows that all are there.
     fn remove(&mut self, images: &[&Path]) {
         let file = self.dir.join(names::POD_FILE);
         let is_one = |path: &mut PathBuf| images.contains(&&*path.join(names::ARCHIVE_IMAGE));

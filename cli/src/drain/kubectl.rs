@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 use super::error::DrainError;
 
 /// Namespace and label of the agents.
-const AGENTS: [&str; 4] = ["--namespace", "firn-system", "--selector", "app=firn-agent"];
+const AGENTS: [&str; 4] = ["--namespace", "firn-agents", "--selector", "app=firn-agent"];
 const COPY: usize = 1 << 20;
 
 /// kubectl, for a context of the user's configuration.

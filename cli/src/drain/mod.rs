@@ -7,29 +7,30 @@ mod error;
 mod json;
 mod kubectl;
 mod pods;
+mod report;
+mod whole;
 
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use firn_config::names;
 use firn_host::ProblemLine;
+use firn_transaction::elsewhere::{RunsElsewhere, Sighting};
 use serde::Deserialize;
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};
-use crate::text::{self, bytes};
+use crate::text::bytes;
 use error::DrainError;
-use json::{Drained, MovedTo, Row};
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
 
 /// Where agents have the node's checkpoints, and the directory that pods are restored from.
 const CHECKPOINTS: &str = "/host/checkpoints";
 const NAMED: &str = "/host/named";
-/// Where they have the bundles of Kubernetes' containers.
-const BUNDLES: &str = "/host/bundles/k8s.io";
+/// Where they have the notes of which containers were restored.
+const RESTORED: &str = "/host/restored";
 /// How often a person sees that it is still under way.
 const PROGRESS: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(500);
@@ -39,6 +40,20 @@ const PAUSE: Duration = Duration::from_millis(500);
 struct Made {
     items: Vec<String>,
 }
+
+/// Lets the kubelet of the agent's node make a checkpoint, by the right of the agent's account. Prints all of
+/// the answer: wget would hide the reason of a failure. Arguments: path, seconds.
+const CALL_KUBELET: &str = "case $NODE_IP in *:*) host=[$NODE_IP] ;; *) host=$NODE_IP ;; esac
+    token=$(cat /var/run/secrets/kubernetes.io/serviceaccount/token)
+    printf '%s\\r\\n' \"POST $1 HTTP/1.0\" 'Host: kubelet' \"Authorization: Bearer $token\" \
+        'Content-Length: 0' '' | timeout \"$2\" ssl_client \"$host:10250\"";
+
+/// Unpacks an archive into a directory, and has all of it on disk. Arguments: the final place, the directory.
+const UNPACK: &str = "umask 077; mkdir -p \"${1%/*}\"; rm -rf \"$2\"; mkdir \"$2\"; tar -xf - -C \"$2\"
+    find \"$2\" | while read -r path; do sync \"$path\" || exit 1; done";
+
+/// Prints firn.json and, for each file next to it, its size and name. Argument: the checkpoint.
+const LOOK: &str = "cd \"$1/checkpoint\"; cat firn.json; echo; stat -c '%s %n' *";
 
 /// A node and the agent's pod on it.
 struct Agent {
@@ -66,10 +81,10 @@ pub fn run(args: &DrainArgs) -> Result<bool> {
 fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
     let drain = Drain::of(args)?;
     let all: List<Pod> = drain.kubectl.get(&["pods", "--all-namespaces"])?;
-    let mut jobs = jobs(&all.items, &args.node);
+    let mut jobs = jobs(&all.items, &args.node, args.with_volumes);
     drain.look_for_names(&mut jobs)?;
     let free = drain.to.iter().map(|agent| &*agent.node);
-    look_for_gpus(&mut jobs, &drain.nodes, free, &all.items);
+    look_for_gpus(&mut jobs, &drain.nodes, &args.node, free, &all.items);
     let movable = jobs.iter().all(|job| job.obstacles.is_empty());
     let mut outcomes = Vec::new();
     for job in &jobs {
@@ -89,7 +104,7 @@ fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
         }
     }
     let failed = outcomes.iter().filter(|outcome| outcome.is_err()).count();
-    report(args, &jobs, &outcomes, failed);
+    report::report(args, &jobs, &outcomes, failed);
     Ok(movable && failed == 0)
 }
 
@@ -98,9 +113,24 @@ enum Seen {
     GoesOn {
         pod: String,
         node: String,
+        /// Ids of its containers.
+        ids: Vec<String>,
     },
     /// For a message; empty while no pod has taken its place.
     Waits(String),
+}
+
+/// Proof that a job can begin again on every node that may get it: its checkpoint is there, whole, with all
+/// of its memory, and on disk.
+struct OnTargets(());
+
+/// A job that goes on in another pod.
+struct Arrived {
+    pod: String,
+    node: String,
+    /// When it was seen first.
+    at: Instant,
+    runs: RunsElsewhere,
 }
 
 /// Where a job goes on, or why it does not.
@@ -112,47 +142,6 @@ struct Moved {
     node: String,
     /// From the checkpoint, whose state it goes on from, until it runs again.
     took: Duration,
-}
-
-/// A job, and what became of it.
-fn row<'a>(job: &'a Job, outcome: Option<&'a Outcome>) -> Row<'a> {
-    let moved = outcome.and_then(|outcome| outcome.as_ref().ok());
-    let error = outcome.and_then(|outcome| outcome.as_ref().err());
-    Row {
-        job,
-        moved: moved.map(|Moved { pod, node, took }| MovedTo {
-            pod,
-            node,
-            ms: text::ms(*took),
-        }),
-        failure: error.map(|error| ProblemLine(error).to_string()),
-    }
-}
-
-fn report(args: &DrainArgs, jobs: &[Job], outcomes: &[Outcome], failed: usize) {
-    if args.json {
-        let rows = jobs
-            .iter()
-            .enumerate()
-            .map(|(at, job)| row(job, outcomes.get(at)));
-        // Writing to memory cannot fail; what standard output does is recorded.
-        let _written = output::json(&Drained {
-            node: &args.node,
-            jobs: rows.collect(),
-        });
-    } else if failed > 0 {
-        note!(
-            "firn: {failed} of {} not moved; {} stays cordoned",
-            text::count(jobs.len(), "job"),
-            args.node
-        );
-    } else if !outcomes.is_empty() || jobs.is_empty() {
-        line!(
-            "{}: {} with GPUs moved; it is cordoned",
-            args.node,
-            text::count(outcomes.len(), "job")
-        );
-    }
 }
 
 impl Drain {
@@ -251,36 +240,53 @@ impl Drain {
     fn try_move(&self, job: &Job) -> Outcome {
         let begun = Instant::now();
         let mut archives = Vec::new();
-        for part in &job.parts {
-            let archive = self.checkpoint(job, part);
-            let sent = archive.and_then(|archive| {
-                archives.push(archive.clone());
-                self.to
-                    .iter()
-                    .try_for_each(|agent| self.send(job, part, &archive, agent))
-            });
-            if let Err(error) = sent {
-                // The job runs on: what was copied is of no use.
-                self.remove(job, &archives);
-                return Err(error);
-            }
-        }
-        if let Err(error) = self.evict(job) {
+        let copied = self.copy(job, &mut archives);
+        if let Err(error) = copied.and_then(|there| self.evict(job, there)) {
+            // The job runs on: what was copied is of no use.
             self.remove(job, &archives);
             return Err(error);
         }
-        let (pod, node) = self.arrival(job)?;
-        self.remove(job, &archives);
+        let Arrived { pod, node, at, runs } = self.arrival(job)?;
+        self.remove_needless(job, &archives, runs);
         Ok(Moved {
             pod,
             node,
-            took: begun.elapsed(),
+            took: at.duration_since(begun),
+        })
+    }
+
+    /// Checkpoints a job, and copies its checkpoints to the other nodes.
+    fn copy(&self, job: &Job, archives: &mut Vec<String>) -> Result<OnTargets, DrainError> {
+        for part in &job.parts {
+            let archive = self.checkpoint(job, part)?;
+            archives.push(archive.clone());
+            for agent in &self.to {
+                self.send(job, part, &archive, agent)?;
+                self.expect_whole(job, part, agent)?;
+            }
+        }
+        Ok(OnTargets(()))
+    }
+
+    /// Fails unless all that a restore of this checkpoint needs is on the node.
+    fn expect_whole(&self, job: &Job, part: &Part, agent: &Agent) -> Result<(), DrainError> {
+        let shown = self.on(agent, LOOK, &[&place(job, part)])?;
+        whole::expect(&shown).map_err(|lack| match lack {
+            whole::Lack::Store(store) => DrainError::Store {
+                container: part.container.clone(),
+                store,
+            },
+            whole::Lack::File(why) => DrainError::Copy {
+                container: part.container.clone(),
+                node: agent.node.clone(),
+                why,
+            },
         })
     }
 
     /// Ends the pod, if its disruption budget permits it, with the condition by which a Job does not count it
     /// as failed. What it does after its checkpoint is done again: it gets no time to do more.
-    fn evict(&self, job: &Job) -> Result<(), DrainError> {
+    fn evict(&self, job: &Job, _there: OnTargets) -> Result<(), DrainError> {
         let Job { namespace, pod, .. } = job;
         let eviction = serde_json::json!({
             "apiVersion": "policy/v1", "kind": "Eviction",
@@ -294,16 +300,13 @@ impl Drain {
     /// Lets the kubelet make a checkpoint. Returns the archive as the agent has it.
     fn checkpoint(&self, job: &Job, part: &Part) -> Result<String, DrainError> {
         note!("{}/{}: checkpoint of {}", job.namespace, job.pod, part.container);
-        let url = format!(
-            "/api/v1/nodes/{}/proxy/checkpoint/{}/{}/{}?timeout={}",
-            self.from.node,
-            job.namespace,
-            job.pod,
-            part.container,
-            self.timeout.as_secs()
-        );
-        let answer = self.kubectl.post(&url, "")?;
-        let made: Option<Made> = serde_json::from_str(&answer).ok();
+        let seconds = self.timeout.as_secs();
+        let (namespace, pod, container) = (&job.namespace, &job.pod, &part.container);
+        let path = format!("/checkpoint/{namespace}/{pod}/{container}?timeout={seconds}");
+        // A kubelet that answers does so before.
+        let limit = (seconds + 30).to_string();
+        let answer = self.on(&self.from, CALL_KUBELET, &[&path, &limit])?;
+        let made: Option<Made> = whole::body(&answer).and_then(|body| serde_json::from_str(body).ok());
         let archive = made.and_then(|made| made.items.into_iter().next());
         let name = archive.as_deref().and_then(|archive| archive.rsplit('/').next());
         match name {
@@ -318,13 +321,12 @@ impl Drain {
             // The nodes share the directory.
             return Ok(());
         }
-        let unpack = "umask 077; mkdir -p \"${1%/*}\"; rm -rf \"$2\"; mkdir \"$2\"; tar -xf - -C \"$2\"";
         let partial = format!("{NAMED}/{}/.{}", job.namespace, part.checkpoint);
         let mut shown = Instant::now();
         let (mut total, begun) = (0, Instant::now());
         self.kubectl.pipe(
             (&self.from.pod, ("cat \"$1\"", &[archive])),
-            (&agent.pod, (unpack, &[&place, &partial])),
+            (&agent.pod, (UNPACK, &[&place, &partial])),
             |sent| {
                 total = sent;
                 if shown.elapsed() >= PROGRESS {
@@ -340,7 +342,7 @@ impl Drain {
             },
         )?;
         // Order matters: a pod that looks for the name finds all of it.
-        self.on(agent, "mv \"$2\" \"$1\"", &[&place, &partial])?;
+        self.on(agent, "mv \"$2\" \"$1\"; sync \"${1%/*}\"", &[&place, &partial])?;
         note!(
             "{}/{}: {} sent to {} in {:.1} s",
             job.namespace,
@@ -352,15 +354,24 @@ impl Drain {
         Ok(())
     }
 
-    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints. The job
-    /// has been ended by now: a call of kubectl that fails is made again.
-    fn arrival(&self, job: &Job) -> Result<(String, String), DrainError> {
+    /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints, and still
+    /// does a while later. The job has been ended by now: a call of kubectl that fails is made again.
+    fn arrival(&self, job: &Job) -> Result<Arrived, DrainError> {
         let begun = Instant::now();
-        let mut seen = String::new();
+        let (mut seen, mut first) = (String::new(), None::<Sighting<Vec<String>>>);
         while begun.elapsed() < self.timeout {
             match self.look_for_arrival(job) {
-                Ok(Seen::GoesOn { pod, node }) => return Ok((pod, node)),
-                Ok(Seen::Waits(what)) => seen = what,
+                Ok(Seen::GoesOn { pod, node, ids }) => {
+                    let again = Sighting::now(ids);
+                    let before = first.take().filter(|before| before.is_same(&again));
+                    let before = before.unwrap_or_else(|| again.clone());
+                    if let Some(runs) = RunsElsewhere::confirmed(&before, &again) {
+                        let at = before.at();
+                        return Ok(Arrived { pod, node, at, runs });
+                    }
+                    (seen, first) = (format!("; {pod} was started"), Some(before));
+                }
+                Ok(Seen::Waits(what)) => (seen, first) = (what, None),
                 Err(DrainError::Kubectl { call, message }) => seen = format!("; `kubectl {call}`: {message}"),
                 Err(error) => return Err(error),
             }
@@ -379,19 +390,21 @@ impl Drain {
             return Ok(Seen::Waits(String::new()));
         };
         Ok(match self.goes_on(job, pod)? {
-            Some(node) => Seen::GoesOn {
+            Some((node, ids)) => Seen::GoesOn {
                 pod: pod.metadata.name.clone(),
                 node,
+                ids,
             },
             None => Seen::Waits(waits_for(pod)),
         })
     }
 
-    /// The node of this pod, once all of the job's containers run in it.
-    fn goes_on(&self, job: &Job, pod: &Pod) -> Result<Option<String>, DrainError> {
+    /// The node of this pod, and the ids of its containers, once all of the job's run in it.
+    fn goes_on(&self, job: &Job, pod: &Pod) -> Result<Option<(String, Vec<String>)>, DrainError> {
         let Some(node) = &pod.spec.node_name else {
             return Ok(None);
         };
+        let mut ids = Vec::new();
         for part in &job.parts {
             let mut statuses = pod.status.container_statuses.iter();
             let running = statuses.find(|one| one.name == part.container && one.state.running.is_some());
@@ -402,8 +415,8 @@ impl Drain {
                 return Err(self.elsewhere(job, part, node));
             };
             let id = running.id.trim_start_matches("containerd://");
-            let file = format!("{BUNDLES}/{id}/{}", names::BUNDLE_RESTORED_FROM);
-            if !self.exists(agent, file)? {
+            ids.push(id.to_owned());
+            if !self.exists(agent, format!("{RESTORED}/{id}"))? {
                 return Err(DrainError::Cold {
                     pod: format!("{}/{}", job.namespace, job.pod),
                     container: part.container.clone(),
@@ -412,7 +425,7 @@ impl Drain {
                 });
             }
         }
-        Ok(Some(node.clone()))
+        Ok(Some((node.clone(), ids)))
     }
 
     fn elsewhere(&self, job: &Job, part: &Part, node: &str) -> DrainError {
@@ -426,7 +439,13 @@ impl Drain {
         }
     }
 
-    /// Removes the job's checkpoints from the other nodes, and the archives from its own.
+    /// Removes the checkpoints of a job that runs elsewhere.
+    fn remove_needless(&self, job: &Job, archives: &[String], _runs: RunsElsewhere) {
+        self.remove(job, archives);
+    }
+
+    /// Removes the job's checkpoints from the other nodes, and the archives from its own. Only for a job that
+    /// was not ended, or that runs elsewhere.
     fn remove(&self, job: &Job, archives: &[String]) {
         let places = job.parts.iter().map(|part| place(job, part));
         let partial = job

@@ -8,6 +8,15 @@ use serde::{Deserialize, Serialize};
 
 /// The RuntimeClass that config/kubernetes has.
 pub const RUNTIME_CLASS: &str = "firn";
+/// Kinds of volumes that nobody writes to, or that go with their pod.
+const OWN_VOLUMES: [&str; 6] = [
+    "configMap",
+    "secret",
+    "projected",
+    "downwardAPI",
+    "emptyDir",
+    "image",
+];
 /// How the names of NVIDIA's resources begin.
 const GPU_RESOURCES: &str = "nvidia.com/";
 
@@ -36,6 +45,8 @@ pub struct Metadata {
     #[serde(default)]
     pub annotations: BTreeMap<String, String>,
     #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    #[serde(default)]
     pub owner_references: Vec<Owner>,
     pub deletion_timestamp: Option<String>,
 }
@@ -51,13 +62,34 @@ pub struct PodSpec {
     pub node_name: Option<String>,
     pub runtime_class_name: Option<String>,
     pub containers: Vec<PodContainer>,
+    #[serde(default)]
+    pub volumes: Vec<Volume>,
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct PodContainer {
     pub name: String,
     #[serde(default)]
     pub resources: Resources,
+    #[serde(default)]
+    pub volume_mounts: Vec<VolumeMount>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Volume {
+    pub name: String,
+    /// The kind is the name of the only other field.
+    #[serde(flatten)]
+    pub kind: BTreeMap<String, serde_json::Value>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeMount {
+    pub name: String,
+    #[serde(default)]
+    pub read_only: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -145,24 +177,39 @@ impl Pod {
         sum
     }
 
+    /// The volumes outside of the pod that containers with GPUs may write to. What they write after their
+    /// checkpoint stays there.
+    fn written_volumes(&self) -> impl Iterator<Item = &str> {
+        let outside = self.spec.volumes.iter().filter(|volume| {
+            !volume
+                .kind
+                .keys()
+                .any(|kind| OWN_VOLUMES.contains(&kind.as_str()))
+        });
+        outside.map(|volume| volume.name.as_str()).filter(|name| {
+            let mut mounts = self.gpu_containers().flat_map(|one| &one.volume_mounts);
+            mounts.any(|mount| mount.name == *name && !mount.read_only)
+        })
+    }
+
     fn restore_from(&self) -> &str {
         let annotation = self.metadata.annotations.get(names::ANNOTATION_RESTORE_FROM);
         annotation.map_or("", String::as_str)
     }
 
-    /// The containers that have GPUs.
+    /// The names of the containers that have GPUs.
     fn with_gpus(&self) -> impl Iterator<Item = &str> {
+        self.gpu_containers().map(|one| one.name.as_str())
+    }
+
+    fn gpu_containers(&self) -> impl Iterator<Item = &PodContainer> {
         let has_gpus = |one: &&PodContainer| {
             one.resources
                 .limits
                 .keys()
                 .any(|key| key.starts_with(GPU_RESOURCES))
         };
-        self.spec
-            .containers
-            .iter()
-            .filter(has_gpus)
-            .map(|one| one.name.as_str())
+        self.spec.containers.iter().filter(has_gpus)
     }
 
     /// Whether one of its containers would be restored from the checkpoint of this name.
@@ -208,8 +255,8 @@ pub struct Job {
     pub obstacles: Vec<String>,
 }
 
-/// The jobs of a node, of all pods of the cluster.
-pub fn jobs(pods: &[Pod], node: &str) -> Vec<Job> {
+/// The jobs of a node, of all pods of the cluster. `with_volumes`: also those that write to volumes.
+pub fn jobs(pods: &[Pod], node: &str, with_volumes: bool) -> Vec<Job> {
     let is_job = |pod: &&Pod| {
         pod.spec.node_name.as_deref() == Some(node)
             && pod.spec.runtime_class_name.as_deref() == Some(RUNTIME_CLASS)
@@ -217,11 +264,18 @@ pub fn jobs(pods: &[Pod], node: &str) -> Vec<Job> {
             && pod.metadata.deletion_timestamp.is_none()
             && pod.with_gpus().next().is_some()
     };
-    pods.iter().filter(is_job).map(|pod| job(pod, pods)).collect()
+    let found = pods.iter().filter(is_job);
+    found.map(|pod| job(pod, pods, with_volumes)).collect()
 }
 
-fn job(pod: &Pod, pods: &[Pod]) -> Job {
+fn job(pod: &Pod, pods: &[Pod], with_volumes: bool) -> Job {
     let mut obstacles = Vec::new();
+    for volume in pod.written_volumes().filter(|_| !with_volumes) {
+        obstacles.push(format!(
+            "it may write to volume {volume} after its checkpoint; a job that bears that is moved with \
+             --with-volumes"
+        ));
+    }
     match pod
         .metadata
         .owner_references
@@ -269,17 +323,32 @@ fn job(pod: &Pod, pods: &[Pod]) -> Job {
     }
 }
 
+/// What a checkpoint needs to be the same on both nodes: labels of `firn labels`.
+const SAME: [&str; 2] = [names::LABEL_DRIVER, names::LABEL_MODEL];
+
+/// Whether nothing is known by which checkpoints of one node are not restored on the other.
+fn is_like(node: Option<&Node>, other: Option<&Node>) -> bool {
+    let label = |node: Option<&Node>, key| node.and_then(|node| node.metadata.labels.get(key).cloned());
+    SAME.iter()
+        .all(|key| match (label(node, *key), label(other, *key)) {
+            (Some(here), Some(there)) => here == there,
+            _ => true,
+        })
+}
+
 /// Adds an obstacle to jobs for which none of these nodes has GPUs left, after the jobs before. Whether the
 /// scheduler may use a node for a job is not known here.
 pub fn look_for_gpus<'a>(
     jobs: &mut [Job],
     nodes: &[Node],
+    from: &str,
     targets: impl Iterator<Item = &'a str>,
     pods: &[Pod],
 ) {
+    let named = |name: &str| nodes.iter().find(|node| node.metadata.name == name);
     let mut free: Vec<Gpus> = Vec::new();
-    for target in targets {
-        let node = nodes.iter().find(|node| node.metadata.name == target);
+    for target in targets.filter(|target| is_like(named(from), named(target))) {
+        let node = named(target);
         let all = node.iter().flat_map(|node| gpus(&node.status.allocatable));
         let mut left: Gpus = all.map(|(key, count)| (key.clone(), count)).collect();
         for pod in pods
@@ -308,146 +377,13 @@ pub fn look_for_gpus<'a>(
             None => {
                 let needs = job.gpus.iter().map(|(key, count)| format!("{count} {key}"));
                 let needs = needs.collect::<Vec<_>>().join(", ");
-                job.obstacles
-                    .push(format!("no other node has {needs} free for it"));
+                job.obstacles.push(format!(
+                    "no other node of this driver and GPU has {needs} free for it"
+                ));
             }
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::{Value, json};
-
-    use super::*;
-
-    fn pod(name: &str, changes: &[(&str, Value)]) -> Pod {
-        let mut pod = json!({
-            "metadata": {
-                "name": name, "namespace": "ml", "uid": name,
-                "annotations": { "firn.dev/restore-from": "train=moved" },
-                "ownerReferences": [{ "kind": "ReplicaSet" }],
-            },
-            "spec": {
-                "nodeName": "north", "runtimeClassName": "firn",
-                "containers": [
-                    { "name": "train", "resources": { "limits": { "nvidia.com/gpu": "1" } } },
-                    { "name": "logs" },
-                ],
-            },
-            "status": { "phase": "Running" },
-        });
-        for (place, value) in changes {
-            *pod.pointer_mut(place).unwrap() = value.clone();
-        }
-        serde_json::from_value(pod).unwrap()
-    }
-
-    fn obstacles(pods: &[Pod]) -> Vec<String> {
-        jobs(pods, "north").remove(0).obstacles
-    }
-
-    #[test]
-    fn jobs_are_the_nodes_pods_with_gpus_under_firn() {
-        let pods = [
-            pod("job", &[]),
-            pod("elsewhere", &[("/spec/nodeName", json!("south"))]),
-            pod("stock", &[("/spec/runtimeClassName", json!("runc"))]),
-            pod(
-                "cpu",
-                &[("/spec/containers/0/resources/limits", json!({"cpu": "1"}))],
-            ),
-            pod("ended", &[("/status/phase", json!("Succeeded"))]),
-        ];
-        let found = jobs(&pods[..1], "north");
-        let part = Part {
-            container: "train".into(),
-            checkpoint: "moved".into(),
-        };
-        assert_eq!(found[0].parts, [part]);
-        assert!(found[0].obstacles.is_empty(), "{found:?}");
-        let names: Vec<_> = jobs(&pods, "north").into_iter().map(|job| job.pod).collect();
-        assert_eq!(names, ["job"]);
-    }
-
-    #[test]
-    fn what_cannot_be_moved_is_named() {
-        let of = |place: &str, value: Value| obstacles(&[pod("job", &[(place, value)])]).join("; ");
-        assert_eq!(
-            of("/metadata/ownerReferences", json!([])),
-            "no controller makes it again elsewhere"
-        );
-        assert!(of("/metadata/ownerReferences/0/kind", json!("DaemonSet")).contains("for this node"));
-        for annotations in [json!({}), json!({"firn.dev/restore-from": "logs=a"})] {
-            assert!(of("/metadata/annotations", annotations).contains("no checkpoint for container train"));
-        }
-        // Names that would lead out of the directory.
-        let wrong = json!({"firn.dev/restore-from": "train=../../etc"});
-        assert!(of("/metadata/annotations", wrong).contains("no checkpoint for container train"));
-        let twice = json!({"name": "second", "resources": {"limits": {"nvidia.com/gpu": "1"}}});
-        let both = [
-            ("/metadata/annotations", json!({"firn.dev/restore-from": "moved"})),
-            ("/spec/containers/1", twice),
-        ];
-        assert!(
-            obstacles(&[pod("job", &both)])
-                .join("")
-                .contains("two of its containers")
-        );
-        let found = obstacles(&[
-            pod("job", &[]),
-            pod("twin", &[("/spec/nodeName", json!("south"))]),
-        ]);
-        assert_eq!(
-            found,
-            ["pod twin would be restored from its checkpoint moved too"]
-        );
-    }
-
-    #[test]
-    fn gpus_are_counted_on_the_other_nodes() {
-        let node = |name: &str, count: &str| -> Node {
-            let node = json!({
-                "metadata": { "name": name }, "spec": {},
-                "status": { "allocatable": { "nvidia.com/gpu": count, "cpu": "8" } },
-            });
-            serde_json::from_value(node).unwrap()
-        };
-        let nodes = [node("north", "2"), node("south", "2")];
-        let other = |phase: &str| {
-            let no_name = ("/metadata/annotations", json!({}));
-            let changes = [
-                no_name,
-                ("/spec/nodeName", json!("south")),
-                ("/status/phase", json!(phase)),
-            ];
-            pod("other", &changes)
-        };
-        let fits = |others: &[Pod]| -> Vec<bool> {
-            let two = [
-                pod("a", &[]),
-                pod(
-                    "b",
-                    &[("/metadata/annotations/firn.dev~1restore-from", json!("b"))],
-                ),
-            ];
-            let mut jobs = jobs(&two, "north");
-            look_for_gpus(&mut jobs, &nodes, ["south"].into_iter(), others);
-            jobs.iter().map(|job| job.obstacles.is_empty()).collect()
-        };
-        assert_eq!(fits(&[]), [true, true]);
-        assert_eq!(fits(&[other("Succeeded")]), [true, true]);
-        assert_eq!(fits(&[other("Running")]), [true, false]);
-        assert_eq!(fits(&[other("Running"), other("Pending")]), [false, false]);
-    }
-
-    #[test]
-    fn a_job_is_followed_by_the_pod_with_its_checkpoint() {
-        let job = jobs(&[pod("job", &[])], "north").remove(0);
-        assert!(pod("next", &[("/spec/nodeName", json!("south"))]).follows(&job));
-        assert!(!pod("job", &[]).follows(&job), "itself");
-        let other = json!({"firn.dev/restore-from": "train=other"});
-        assert!(!pod("next", &[("/metadata/annotations", other)]).follows(&job));
-        assert!(!pod("next", &[("/metadata/namespace", json!("web"))]).follows(&job));
-    }
-}
+mod tests;

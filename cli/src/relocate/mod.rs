@@ -4,12 +4,13 @@
 //!   check both -> pause -> dump -> stream -> the copy runs there -> it still does -> end the source
 //!                  |        |       |              |                   |
 //!                  +--------+-------+--------------+-------------------+-> failed, died: the source goes on
-//!                                   +--------------+-------------------+-> no answer after the last byte: paused
+//!                                   +--------------+-------------------+-> no answer: it stays paused
 //! ```
 //!
 //! The source never runs while the copy may: the copy begins to run only after the last byte of the stream,
 //! and the source is resumed only if that was not sent, or if the other node reports that nothing runs there
-//! (decision 0029). It is ended only with the proof that the copy was seen twice ([`firn_transaction::elsewhere`]).
+//! (decision 0029). It is ended only with the proof that the copy was seen twice
+//! ([`firn_transaction::elsewhere`]).
 //! Every phase has a limit ([`limits`]) and ends when firn is interrupted.
 
 mod check;

@@ -147,7 +147,8 @@ impl<'a> There<'a> {
         words
     }
 
-    /// Waits until the copy runs, and still does after a while. Returns the other node's answer, and the proof.
+    /// Waits until the copy runs, and still does after a while. Returns the other node's answer, and the
+    /// proof.
     pub async fn taken_over(
         &self,
         remote: Remote,

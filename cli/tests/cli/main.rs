@@ -6,6 +6,7 @@ mod doctor;
 mod documents;
 mod images;
 mod inspect;
+mod manifests;
 mod node;
 mod plan;
 mod ps;

@@ -80,8 +80,8 @@ fn named(annotations: &HashMap<String, String>, key: &str) -> Result<Option<Imag
     images.map(Some).ok_or(TaskError::PodSetting)
 }
 
-/// Withdraws a checkpoint, and waits until it is over. One whose images are complete, or that is over, is left
-/// as it is.
+/// Withdraws a checkpoint, and waits until it is over. One whose images are complete, or that is over, is
+/// left as it is.
 pub(super) async fn withdraw(service: &Service, images: &Images) -> Empty {
     let pods = lock(&service.pods).clone();
     let withdrawn: Vec<_> = pods

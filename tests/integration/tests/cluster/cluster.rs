@@ -170,7 +170,7 @@ impl Cluster {
             member,
             &format!(
                 "kubelet --config={DIR}/kubelet.yaml --kubeconfig={KUBECONFIG} --node-ip={address} \
-                 --hostname-override={} --v=2",
+                 --hostname-override={} --node-labels=nvidia.com/gpu.present=true --v=2",
                 member.name()
             ),
         )?;

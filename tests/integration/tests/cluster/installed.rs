@@ -84,14 +84,14 @@ fn agent_prints(cluster: &Cluster, member: &Member, wanted: &str) -> Result<()> 
             let pods = cluster.get(&[
                 "pods",
                 "--namespace",
-                "firn-system",
+                "firn-install",
                 "--selector",
                 "app=firn-node",
             ])?;
             let pods = pods["items"].as_array().cloned().unwrap_or_default();
             let here = pods.iter().filter(|pod| pod["spec"]["nodeName"] == member.name());
             let names = here.filter_map(|pod| pod["metadata"]["name"].as_str());
-            let logs = names.map(|name| cluster.kubectl(&["logs", "--namespace", "firn-system", name]));
+            let logs = names.map(|name| cluster.kubectl(&["logs", "--namespace", "firn-install", name]));
             Ok(logs.flatten().any(|log| log.contains(wanted)).then_some(()))
         },
     )
@@ -202,7 +202,7 @@ pub fn by_chart(cluster: &Cluster) -> Result<()> {
         template
             .args(["template", "firn"])
             .arg(&chart)
-            .args(["--namespace", "firn-system"])
+            .args(["--namespace", "firn-install"])
             .args(options);
         let rendered = template.output().context("run helm")?;
         ensure!(

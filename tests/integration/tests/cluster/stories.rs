@@ -15,6 +15,10 @@ type Story = fn(&Cluster) -> Result<()>;
 pub const STORIES: &[(&str, Story)] = &[
     ("a drained job goes on on the other node", drained),
     ("what cannot be drained is named and not touched", not_drained),
+    (
+        "a job whose memory lies in a store, or that writes to a volume, is not ended",
+        kept,
+    ),
     ("a drain that fails costs nothing", failed_drains),
     ("a drain keeps what goes on nowhere", late),
     ("the example of a Job is drained as written", job),
@@ -45,7 +49,7 @@ subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: drainer}]
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
-metadata: {name: drainer, namespace: firn-system}
+metadata: {name: drainer, namespace: firn-agents}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: firn-drain}
 subjects: [{apiGroup: rbac.authorization.k8s.io, kind: User, name: drainer}]
 ";
@@ -154,7 +158,7 @@ fn allow(cluster: &Cluster) -> Result<()> {
         member.run(&["mkdir", "-p", NAMED])?;
     }
     let agents = AGENTS.replace(
-        "image: busybox:1.37",
+        "image: registry.example/busybox:1.37",
         "image: localhost/firn-test:latest\n          imagePullPolicy: Never",
     );
     cluster.apply(&(agents + BINDINGS))?;
@@ -162,7 +166,7 @@ fn allow(cluster: &Cluster) -> Result<()> {
         "rollout",
         "status",
         "--namespace",
-        "firn-system",
+        "firn-agents",
         "daemonset/firn-agent",
     ];
     cluster
@@ -283,6 +287,52 @@ fn not_drained(cluster: &Cluster) -> Result<()> {
     answers(cluster, &pod, reached)?;
     cluster.south.run(&["rmdir", &dir])?;
     remove(cluster, "named")
+}
+
+/// Nothing is left of a drain, and the job goes on.
+fn goes_on_here(cluster: &Cluster, pod: &Value, reached: u64) -> Result<u64> {
+    for member in cluster.members() {
+        let left = files(member, NAMED)? + &files(member, CHECKPOINTS)?;
+        ensure!(left.is_empty(), "{}: left are {left}", member.name());
+    }
+    answers(cluster, pod, reached)
+}
+
+fn kept(cluster: &Cluster) -> Result<()> {
+    allow(cluster)?;
+    let annotations = "firn.dev/restore-from: server=server-moved, firn.dev/restore-fallback: cold";
+    // Small memory stays in the image.
+    let large = deployment("server", 1, annotations).replace("--mib 8", "--mib 64");
+    let pod = on_north_as(cluster, "server", &large)?;
+    let reached = answers(cluster, &pod, 2)?;
+    for member in cluster.members() {
+        member.run(&["mkdir", "-p", "/srv/store"])?;
+        member.host.configure(&format!(
+            "[restore]\nfrom-dir = \"{NAMED}\"\n[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n"
+        ))?;
+    }
+    fails(cluster, &[], &["FIRN-DRAIN-STORE", "1 of 1 job not moved"])?;
+    goes_on_here(cluster, &pod, reached)?;
+    remove(cluster, "server")?;
+    allow(cluster)?;
+    // A directory of the node, of which the copy would find another state.
+    let annotations = "firn.dev/restore-from: server=writes-moved, firn.dev/restore-fallback: cold";
+    let writes = deployment("writes", 1, annotations).replace(
+        "      containers:\n        - name: server\n",
+        "      volumes: [{name: data, hostPath: {path: /srv/data, type: DirectoryOrCreate}}]\n      \
+         containers:\n        - name: server\n          volumeMounts: [{name: data, mountPath: /data}]\n",
+    );
+    let pod = on_north_as(cluster, "writes", &writes)?;
+    let reached = answers(cluster, &pod, 2)?;
+    fails(
+        cluster,
+        &[],
+        &["it may write to volume data", "nothing was touched"],
+    )?;
+    goes_on_here(cluster, &pod, reached)?;
+    let (can, printed) = cluster.drain(&[cluster.north.name(), "--dry-run", "--with-volumes"])?;
+    ensure!(can && printed.contains("can be moved"), "{printed}");
+    remove(cluster, "writes")
 }
 
 /// Shown are these parts, and the drain has failed.
