@@ -1,5 +1,7 @@
 //! The rights that the shipped manifests give.
 
+#![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -82,6 +84,7 @@ fn texts(value: &Value) -> Vec<&str> {
 }
 
 /// What is wrong with these objects.
+#[allow(clippy::too_many_lines, reason = "a list of rules")]
 fn faults(objects: &[(String, Value)]) -> Vec<String> {
     let mut faults = Vec::new();
     let workloads = || {
