@@ -21,7 +21,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "pod checkpoint: one that cannot be checkpointed keeps all from it",
-        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-UNSUPPORTED; dump of c: FIRN-POD; all go on, \
+        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-DRIVER; dump of c: FIRN-POD; all go on, \
          nothing is left",
         one_fails,
     )

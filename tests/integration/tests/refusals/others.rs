@@ -84,7 +84,7 @@ pub fn what_the_driver_has_refused_once_is_refused_by_that_reason(platform: Plat
         job.remove()?;
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
-        job.checkpoint("checkpoint/again")?;
+        job.checkpoint("checkpoint/fresh")?;
         // A profiler's answer is at the lock, spoils nothing, and is named.
         host.fault(&[
             "--call",
