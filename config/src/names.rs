@@ -281,6 +281,14 @@ pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 /// the container afresh.
 pub const OPTION_RESTORE_DIR: u32 = 15_001;
 
+/// Number of the field of `containerd.runc.v1.CheckpointOptions` by which `firn checkpoint` and `firn move`
+/// want all memory in the image ([`BULK_INLINE`]), whatever the configuration has. containerd does not know
+/// the field and hands it on.
+pub const OPTION_BULK: u32 = 15_002;
+
+/// The value of [`OPTION_BULK`].
+pub const BULK_INLINE: &str = "inline";
+
 /// Directory with a file for each store that the node has used: where its file system was mounted.
 pub const STORES: &str = "/var/lib/firn/stores";
 

@@ -53,6 +53,14 @@ pub enum CheckpointError {
         "name a place whose parent directory is there and can be written"
     )]
     Make { path: PathBuf, source: io::Error },
+    #[error("the checkpoint of container {id} needs a store, and was to have all memory")]
+    #[problem(
+        "FIRN-STORE-UNUSABLE",
+        "its shim is of an older firn: create the container again with the annotation firn.dev/bulk=inline"
+    )]
+    NotWhole { id: String },
+    #[error(transparent)]
+    Manifest(#[from] firn_image::manifest::ManifestError),
     #[error("the checkpoint of container {id} was interrupted")]
     #[problem("FIRN-INTERRUPTED", "nothing is left of it, and the container is as it was")]
     Interrupted { id: String },

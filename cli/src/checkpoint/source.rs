@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use prost::Message;
 use tokio::time::sleep;
@@ -14,7 +15,7 @@ use tokio::time::sleep;
 use super::alone::Alone;
 use super::error::CheckpointError;
 use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
-use crate::oci_image::{Blob, Index, Part, media};
+use crate::oci_image::{self, Blob, Index, Part, media};
 use crate::steps::Steps;
 
 /// How long a container is tried to be resumed.
@@ -31,6 +32,22 @@ pub const OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
 struct CheckpointOptions {
     #[prost(bool, tag = "5")]
     file_locks: bool,
+    /// The shim reads it: `firn_config::names::OPTION_BULK`.
+    #[prost(string, tag = "15002")]
+    bulk: String,
+}
+
+impl CheckpointOptions {
+    fn with_bulk(bulk: &str) -> Any {
+        let options = Self {
+            file_locks: true,
+            bulk: bulk.to_owned(),
+        };
+        Any {
+            type_url: OPTIONS.to_owned(),
+            value: options.encode_to_vec(),
+        }
+    }
 }
 
 /// A checkpoint that is complete in the content store.
@@ -102,15 +119,31 @@ impl Source {
         Ok(())
     }
 
-    /// Checkpoints the container, which stands still.
+    /// Checkpoints the container, which stands still. Its memory goes where the configuration has it.
     pub async fn take(&self, steps: &mut Steps) -> Result<Taken, CheckpointError> {
+        self.taken("", steps).await
+    }
+
+    /// As [`Self::take`], with all memory in the checkpoint: it goes where no store is.
+    pub async fn take_whole(&self, steps: &mut Steps) -> Result<Taken, CheckpointError> {
+        let taken = self.taken(names::BULK_INLINE, steps).await?;
+        let part = taken.index.part(media::CHECKPOINT).cloned().unwrap_or_default();
+        let manifest = oci_image::manifest(&self.containerd, &part).await?;
+        let manifest = manifest.map(|bytes| Manifest::decode(&bytes, Path::new(names::MANIFEST)));
+        // A shim of an older firn does not know the option.
+        match manifest.transpose()?.and_then(|manifest| manifest.bulk) {
+            None => Ok(taken),
+            Some(_) => Err(CheckpointError::NotWhole {
+                id: self.id().to_owned(),
+            }),
+        }
+    }
+
+    async fn taken(&self, bulk: &str, steps: &mut Steps) -> Result<Taken, CheckpointError> {
         let containerd = &self.containerd;
-        let options = Any {
-            type_url: OPTIONS.to_owned(),
-            value: CheckpointOptions { file_locks: true }.encode_to_vec(),
-        };
+        let options = CheckpointOptions::with_bulk("");
         steps.begin("checkpoint");
-        let dump = containerd.checkpoint(self.id(), options.clone());
+        let dump = containerd.checkpoint(self.id(), CheckpointOptions::with_bulk(bulk));
         let dumped = steps.follow(containerd, (&self.namespace, self.id()), dump).await;
         let mut parts = match dumped {
             Ok(descriptors) => descriptors.into_iter().map(Part::here).collect(),

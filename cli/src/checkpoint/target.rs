@@ -95,7 +95,7 @@ impl Target {
                 Ok(taken.index.bytes())
             }
             Self::File(path, file) => {
-                let taken = source.take(steps).await?;
+                let taken = source.take_whole(steps).await?;
                 steps.begin("write");
                 let layout = Layout {
                     name: &format!("checkpoint/{}", source.container.id),

@@ -91,7 +91,7 @@ impl<'a> There<'a> {
         steps: &mut Steps,
         is_sent: &Cell<bool>,
     ) -> Result<(Remote, u64), MoveError> {
-        let taken = timeout(self.limits.checkpoint, source.take(steps)).await;
+        let taken = timeout(self.limits.checkpoint, source.take_whole(steps)).await;
         let taken = taken.map_err(|_late| self.late())??;
         let (mut part, mut parts) = (taken.part, taken.index.manifests.clone());
         if !node.has_image {

@@ -8,6 +8,7 @@ use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
+use firn_config::names;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
@@ -26,6 +27,7 @@ pub(super) async fn checkpoint(
     container.admit(Action::Checkpoint)?;
     let options = checkpoint_options(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
+    let inline = unknown_string(&options, names::OPTION_BULK) == names::BULK_INLINE;
     let request = Request {
         image: checkpoint::usable(&container, found, path_of_image)?,
         work: path(&options.work_path),
@@ -40,7 +42,7 @@ pub(super) async fn checkpoint(
         empty_namespaces: options.empty_namespaces,
         meeting: None,
         layer: None,
-        inline: false,
+        inline,
     };
     transact(service, &container, &request)
         .await

@@ -11,6 +11,7 @@ mod rescued;
 mod roots;
 mod together;
 mod unmounted;
+mod whole;
 mod words;
 
 use std::process::{Command, ExitCode};
@@ -31,6 +32,7 @@ use rescued::gc_keeps_the_memory_of_a_rescued_image;
 use roots::gc_removes_nothing_while_checkpoints_are_not_mounted;
 use together::two_checkpoints_and_gc_share_a_store;
 use unmounted::a_store_that_is_not_mounted_is_not_made_again;
+use whole::a_file_has_all_memory;
 use words::shared_memory_keeps_every_word;
 
 /// Large memory goes into a store.
@@ -354,5 +356,6 @@ fn main() -> ExitCode {
         gc_keeps_the_memory_of_a_rescued_image [FORKY, TRIXIE];
         gc_keeps_the_memory_of_a_named_checkpoint [FORKY, TRIXIE];
         gc_removes_nothing_while_checkpoints_are_not_mounted [FORKY];
+        a_file_has_all_memory [FORKY];
     })
 }
