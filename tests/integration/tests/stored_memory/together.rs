@@ -16,6 +16,8 @@ const JOBS: [&str; 2] = ["one", "two"];
 /// Memory in MiB that changes between two checkpoints, and that stays.
 const CHANGES: &str = "40";
 const STAYS: u64 = 160;
+/// MiB of two pieces of the store.
+const ENDS: u64 = 8;
 
 /// Bytes that the last checkpoint of a container has found in the store, by the log.
 fn reused(host: &GpuHost, id: &str) -> Result<u64> {
@@ -83,7 +85,8 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
         }
         ensure!(gc.wait()?.success(), "gc failed");
         let reused = reused(host, JOBS[0])?;
-        ensure!(reused >= STAYS << 20, "only {reused} bytes were there already");
+        // The pieces at both ends have memory that changes, too.
+        ensure!(reused >= (STAYS - ENDS) << 20, "only {reused} bytes were there already");
         for job in jobs {
             job.goes_on(3)?;
             job.remove()?;
