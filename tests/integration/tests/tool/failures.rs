@@ -1,10 +1,14 @@
 //! What is refused, fails or is interrupted.
 
+use std::fs;
+use std::path::Path;
 use std::process::Child;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, GpuHost, STOCK, failure, on};
 use firn_node::{Platform, wait_for};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use super::{LIMIT, counter, host, nothing_left};
 
@@ -245,5 +249,78 @@ pub fn a_restore_that_fails_leaves_nothing(platform: Platform) -> Result<()> {
         super::copy(host, "job", &host.uuids()[..1])?.remove()?;
         nothing_left(host)?;
         host.idle()
+    })
+}
+
+/// Gives the image in an archive's layout another diff id of its first layer, and every digest that follows
+/// from it. Returns that id.
+fn with_another_diff_id(layout: &Path) -> Result<String> {
+    let digest = |bytes: &[u8]| {
+        let sum = Sha256::digest(bytes);
+        let digits: String = sum.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("sha256:{digits}")
+    };
+    let blobs = layout.join("blobs/sha256");
+    let mut texts = Vec::new();
+    for blob in fs::read_dir(&blobs)? {
+        let blob = blob?;
+        if blob.metadata()?.len() < 1 << 20 {
+            texts.extend(fs::read_to_string(blob.path()).ok());
+        }
+    }
+    let config = texts.iter().find(|text| text.contains("\"diff_ids\""));
+    let read: Value = serde_json::from_str(config.context("no configuration")?)?;
+    let id = read["rootfs"]["diff_ids"][0]
+        .as_str()
+        .context("no layer")?
+        .to_owned();
+    let other = format!("sha256:{}", "4711".repeat(16));
+    let mut changes = vec![(id.clone(), other.clone())];
+    while let Some((old, new)) = changes.pop() {
+        let index = layout.join("index.json");
+        fs::write(&index, fs::read_to_string(&index)?.replace(&old, &new))?;
+        // A layer that is not compressed has its diff id as digest, too, and stays what it is.
+        let has_it = |text: &&mut String| text.contains(&old) && (old != id || text.contains("\"diff_ids\""));
+        for text in texts.iter_mut().filter(has_it) {
+            let before = digest(text.as_bytes());
+            *text = text.replace(&old, &new);
+            let after = digest(text.as_bytes());
+            fs::write(blobs.join(&after["sha256:".len()..]), &*text)?;
+            changes.push((before, after));
+        }
+    }
+    Ok(other)
+}
+
+/// An archive whose image has layers of other content than its configuration lists: other containers would
+/// get that content by the name of the snapshot.
+pub fn layers_of_other_content_make_no_snapshot(platform: Platform) -> Result<()> {
+    let hosts = [host(platform, "to-diff-a", 1)?, host(platform, "to-diff-b", 3)?];
+    on(hosts, |[a, b]| {
+        let job = counter(a)?;
+        // With the image that the container began with.
+        let script = "ctr containers checkpoint --rw --task --image job checkpoint/job && \
+                      ctr images export --local --skip-manifest-json /srv/job.tar checkpoint/job && \
+                      mkdir /srv/layout && tar -xf /srv/job.tar -C /srv/layout";
+        a.node().run(&["sh", "-c", script])?;
+        job.remove()?;
+        a.remove_image("checkpoint/job")?;
+        let id = with_another_diff_id(&a.node().path("/srv/layout"))?;
+        a.node()
+            .run(&["sh", "-c", "cd /srv/layout && tar -cf /srv/other.tar *"])?;
+        for file in ["/srv/job.tar", "/srv/other.tar"] {
+            b.node().install(a.node().path(file), file, 0o600)?;
+        }
+        b.remove_image(firn_lab::IMAGE)?;
+        let snapshots = || Ok::<_, anyhow::Error>(b.node().run(&["ctr", "snapshots", "list"])?.stdout);
+        let shown = refused(b, &["restore", "/srv/other.tar"], "FIRN-NO-CHECKPOINT")?;
+        ensure!(shown.contains(&id), "{shown}");
+        ensure!(!snapshots()?.contains(&id), "{}", snapshots()?);
+        nothing_left(b)?;
+        // The image as it is.
+        b.firn(&["restore", "/srv/job.tar"])?;
+        b.node().run(&["ctr", "tasks", "delete", "--force", "job"])?;
+        a.idle()?;
+        b.idle()
     })
 }

@@ -264,6 +264,7 @@ fn main() -> ExitCode {
         failures::a_failure_leaves_nothing_and_the_container_runs [FORKY, TRIXIE];
         failures::an_interrupted_checkpoint_leaves_nothing [FORKY, TRIXIE];
         failures::a_restore_that_fails_leaves_nothing [FORKY, TRIXIE];
+        failures::layers_of_other_content_make_no_snapshot [FORKY, TRIXIE];
         moves::a_container_moves_to_another_node [FORKY, TRIXIE];
         moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
         moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
