@@ -86,7 +86,10 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
         ensure!(gc.wait()?.success(), "gc failed");
         let reused = reused(host, JOBS[0])?;
         // The pieces at both ends have memory that changes, too.
-        ensure!(reused >= (STAYS - ENDS) << 20, "only {reused} bytes were there already");
+        ensure!(
+            reused >= (STAYS - ENDS) << 20,
+            "only {reused} bytes were there already"
+        );
         for job in jobs {
             job.goes_on(3)?;
             job.remove()?;
