@@ -21,7 +21,7 @@ use firn_image::criu::ImageFault;
 use firn_oci::spec::SpecMount;
 use firn_oci::{Spec, job_hook, mounts};
 use nix::errno::Errno;
-use nix::fcntl::{OFlag, ResolveFlag};
+use nix::fcntl::{OFlag, ResolveFlag, readlinkat};
 use nix::sched::{CloneFlags, setns, unshare};
 use rustix::mount::{MoveMountFlags, move_mount};
 
@@ -50,6 +50,8 @@ pub fn complete(bundle: &Path, init: i32) -> Result<(), ImageFault> {
     }
     let namespace = File::open(format!("/proc/{init}/ns/mnt"));
     let namespace = namespace.map_err(|error| unreadable("ns/mnt", &error))?;
+    // The container's /proc does not show this process.
+    let names = File::open("/proc/self/fd").map_err(|error| unreadable("/proc/self/fd", &error))?;
     let bundle = bundle.to_owned();
     // Each in a thread of its own: this thread stays in this namespace.
     let made = in_thread(move || all_restricted(&bundle, late)).and_then(|loose| {
@@ -57,7 +59,7 @@ pub fn complete(bundle: &Path, init: i32) -> Result<(), ImageFault> {
             move || unshare(CloneFlags::CLONE_FS).and_then(|()| setns(namespace, CloneFlags::CLONE_NEWNS));
         in_thread(move || {
             entered().map_err(|error| (PathBuf::from("/"), error.into()))?;
-            place(loose, &there)
+            place(loose, &there, &names)
         })
     });
     made.map_err(|(at, error)| unreadable(&format!("the mount {}", at.display()), &error))
@@ -80,8 +82,8 @@ fn all_restricted(bundle: &Path, late: Vec<SpecMount>) -> Result<Vec<Loose>, Fai
 }
 
 /// Puts the mounts in their places, in the order of the spec. This thread is in the container's namespace. At
-/// the places in `there` something was mounted before.
-fn place(loose: Vec<Loose>, there: &[PathBuf]) -> Result<(), Failed> {
+/// the places in `there` something was mounted before. `names` is this process's directory /proc/self/fd.
+fn place(loose: Vec<Loose>, there: &[PathBuf], names: &File) -> Result<(), Failed> {
     let root = File::open("/").map_err(|error| (PathBuf::from("/"), error))?;
     let within = ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS;
     for (tree, at) in loose {
@@ -94,8 +96,8 @@ fn place(loose: Vec<Loose>, there: &[PathBuf]) -> Result<(), Failed> {
             }
             Err(error) => return Err((at, error.into())),
         };
-        let found_at = std::fs::read_link(format!("/proc/self/fd/{}", found.as_raw_fd()));
-        let found_at = found_at.map_err(|error| (at.clone(), error))?;
+        let found_at = readlinkat(names, &*found.as_raw_fd().to_string());
+        let found_at = PathBuf::from(found_at.map_err(|error| (at.clone(), error.into()))?);
         if there.contains(&found_at) {
             continue;
         }

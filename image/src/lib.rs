@@ -16,6 +16,7 @@ pub mod fixtures;
 pub mod fuzz;
 pub mod manifest;
 pub mod memory;
+pub mod referrer;
 pub mod signature;
 pub mod store;
 pub mod threads;

@@ -9,7 +9,8 @@ use firn_config::{Config, Keys, names};
 use firn_gpu::GpuUuid;
 use firn_host::{FileId, ProblemReport};
 use firn_image::manifest::{Manifest, UntrustedDir};
-use firn_image::store::{Digest, named_directories};
+use firn_image::referrer::named_directories;
+use firn_image::store::Digest;
 use serde::Serialize;
 
 use super::args::Common;

@@ -9,9 +9,8 @@ use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::ProblemReport;
 use firn_host::mountinfo::mounted;
-use firn_image::store::{
-    Decisions, Digest, Kept, Needs, Referrers, Rules, Store, StoreError, expect_mounted, machine, may_name,
-};
+use firn_image::referrer::{Referrers, may_name};
+use firn_image::store::{Decisions, Digest, Kept, Needs, Rules, Store, StoreError, expect_mounted, machine};
 use serde::Serialize;
 
 use super::args::GcArgs;

@@ -10,7 +10,8 @@ use std::path::Path;
 use firn_config::names;
 use firn_host::Problem;
 use firn_image::manifest::{MAX_BYTES, Manifest, ManifestError};
-use firn_image::store::{Digest, ReferrerError};
+use firn_image::referrer::ReferrerError;
+use firn_image::store::Digest;
 use serde::Deserialize;
 
 use crate::archive;
@@ -180,7 +181,7 @@ fn present<T>(read: Result<T, CallError>) -> Result<Option<T>, CallError> {
 
 #[cfg(test)]
 mod tests {
-    use firn_image::store::Referrers;
+    use firn_image::referrer::Referrers;
 
     use super::*;
     use crate::leftovers::{below, tests::image};

@@ -31,7 +31,6 @@ mod layout;
 mod machine;
 mod marks;
 mod record;
-mod referrer;
 mod removal;
 mod writer;
 
@@ -57,7 +56,6 @@ pub use machine::machine;
 pub use marks::{Noted, Pin};
 pub use record::expect_mounted;
 pub(crate) use record::mount_of;
-pub use referrer::{ReferrerError, Referrers, may_name, named_directories};
 pub use removal::{Decisions, Kept, Needs, Removal, Rules};
 pub use writer::Writer;
 pub(crate) use writer::is_zero;

@@ -14,7 +14,6 @@ use super::*;
 mod contents;
 mod form;
 mod layout;
-mod referrer;
 mod removal;
 mod write;
 

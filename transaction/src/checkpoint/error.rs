@@ -1,6 +1,7 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
 mod end;
+mod killed;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -171,33 +172,6 @@ fn hold_hint(error: &TraceError) -> &'static str {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
         _ => "detach the debugger from the container's processes",
-    }
-}
-
-impl From<HookError> for EffectError {
-    fn from(error: HookError) -> Self {
-        match error {
-            HookError::Killed => Self::Killed,
-            error => Self::Hook(error),
-        }
-    }
-}
-
-impl From<CopyError> for EffectError {
-    fn from(error: CopyError) -> Self {
-        match error {
-            CopyError::Killed => Self::Killed,
-            error => Self::Copy(error),
-        }
-    }
-}
-
-impl From<LookError> for EffectError {
-    fn from(error: LookError) -> Self {
-        match error {
-            LookError::Killed => Self::Killed,
-            error => Self::Look(error),
-        }
     }
 }
 

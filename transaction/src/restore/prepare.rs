@@ -1,7 +1,8 @@
 //! What a restore decides before anything is started. A refusal here leaves no process and no mount.
 
+mod helper;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +35,7 @@ use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
 use crate::warn::{OrWarn, configured};
+use helper::{library_dirs, replay_hooks};
 
 /// How long firn-hook may take. It reads or makes some small files.
 const HELPER: Duration = Duration::from_secs(30);
@@ -461,27 +463,6 @@ pub(super) fn left_image(left: Left, limit: Duration) -> Refusal {
         Left::Late => Refusal::ImageLate { limit },
         Left::Cancelled => Refusal::Killed,
     }
-}
-
-/// Repeats what the create hooks did to the container's files, which may be missing after a restore. The
-/// restored processes do not need it, so a failure refuses nothing.
-async fn replay_hooks(hook: &Path, bundle: &Path, reaper: &Reaper) {
-    let mut command = Command::new(hook);
-    command.arg("replay").arg(bundle);
-    if let Err(error) = printed(&mut command, HELPER, reaper).await {
-        log::warn!(
-            "cannot make the driver's links and the loader's cache in {}, so programs that are started in \
-             the container may not find its libraries: {error}",
-            bundle.display()
-        );
-    }
-}
-
-/// The directories of libraries in the node's CDI files, by firn-hook: the shim reads no YAML.
-async fn library_dirs(hook: &Path, reaper: &Reaper) -> Vec<String> {
-    let directories = printed(Command::new(hook).arg("library-dirs"), HELPER, reaper).await;
-    let directories = directories.inspect_err(|error| log::warn!("firn-hook: {error}"));
-    serde_json::from_slice(&directories.unwrap_or_default()).unwrap_or_default()
 }
 
 #[cfg(test)]

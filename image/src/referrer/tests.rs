@@ -1,11 +1,30 @@
 //! Which indexes checkpoints name, and what cannot be found out.
 
+use std::os::unix::fs::symlink;
+
 use firn_host::mountinfo::MountEntry;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 
 use super::*;
 use crate::fixtures;
 use crate::manifest::{Manifest, StoredMemory};
 use firn_config::names;
+
+/// An index without memory.
+fn known() -> Index {
+    Index {
+        checkpoint: "5b0f".to_owned(),
+        made: 1_700_000_000,
+        container: "job".to_owned(),
+        host: "node".to_owned(),
+        machine: None,
+        image: "/images/job".into(),
+        mount: None,
+        parent: None,
+        pieces: Vec::new(),
+    }
+}
 
 /// A directory with a firn.json that names this index, or none.
 fn image(dir: &Path, index: Option<Digest>) {
@@ -140,7 +159,7 @@ fn an_image_directory_may_name_an_index_unless_it_names_another() {
         let index = Index {
             image: at.clone(),
             mount: mount.map(PathBuf::from),
-            ..index(Vec::new())
+            ..known()
         };
         may_name(&index, &id, mounts)
     };
