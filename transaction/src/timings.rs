@@ -51,12 +51,21 @@ impl PhaseTimings {
 
     /// Counts the time since the last mark as time of `phase`.
     pub fn mark(&mut self, phase: Phase) {
-        let now = Instant::now();
-        let ms = now.duration_since(self.last).as_secs_f64() * 1000.0;
-        self.last = now;
         if let Some(recording) = recording::current() {
             recording.mark(phase);
         }
+        self.count(phase);
+    }
+
+    /// The same for a phase that has failed. The history has it from the rollback.
+    pub fn mark_failed(&mut self, phase: Phase) {
+        self.count(phase);
+    }
+
+    fn count(&mut self, phase: Phase) {
+        let now = Instant::now();
+        let ms = now.duration_since(self.last).as_secs_f64() * 1000.0;
+        self.last = now;
         let (op, container, name) = (self.op, &self.container, phase.name());
         log::info!("op={op} container={container} phase={name} ms={ms:.1}");
         match self.phases.iter_mut().find(|timing| timing.name == phase) {

@@ -12,6 +12,9 @@ use crate::{BUNDLES, GpuHost};
 /// How long a node may take to be as before.
 const AT_REST: Duration = Duration::from_secs(30);
 
+/// Leases of containers.
+const LEASES: &str = "/run/firn/leases/";
+
 /// What there is on a node, by kind; of each the names that show what is new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Census(BTreeMap<String, Vec<String>>);
@@ -62,7 +65,7 @@ impl Census {
         let mut now = Self::take(host)?;
         let waited = wait_for("the node to be as before", AT_REST, || {
             now = Self::take(host)?;
-            Ok((now == *self).then_some(()))
+            Ok(self.difference(&now).is_empty().then_some(()))
         });
         ensure!(waited.is_ok(), "{}", self.difference(&now));
         Ok(now)
@@ -71,7 +74,9 @@ impl Census {
     fn difference(&self, now: &Self) -> String {
         let mut reported = Vec::new();
         for (kind, names) in &self.0 {
-            let (new, gone) = (beyond(&now.0[kind], names), beyond(names, &now.0[kind]));
+            let (new, mut gone) = (beyond(&now.0[kind], names), beyond(names, &now.0[kind]));
+            // The lease of a container that was killed goes when the next one is written.
+            gone.retain(|name| !name.starts_with(LEASES));
             let (then, now) = (names.len(), now.0[kind].len());
             if !new.is_empty() || !gone.is_empty() {
                 reported.push(format!(

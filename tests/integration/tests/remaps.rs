@@ -18,7 +18,8 @@ fn host(platform: Platform, name: &str, first: u32, nvlinks: &[&str]) -> Result<
 /// A job whose counters are on all of its GPUs, checkpointed on `from` and sent to `to`.
 fn send(from: &GpuHost, to: &GpuHost, gpus: &[&str]) -> Result<()> {
     let devices = gpus.join(",");
-    let job = Container::count_with(from, "job", gpus, gpus.len(), &[], &["--gpu", &devices])?;
+    let owner = ["--annotation", "firn.dev/peer-access=none"];
+    let job = Container::count_with(from, "job", gpus, gpus.len(), &owner, &["--gpu", &devices])?;
     job.goes_on(3)?;
     job.checkpoint("checkpoint/job")?;
     job.remove()?;

@@ -351,7 +351,7 @@ impl Device for ContainerEffects<'_> {
     async fn leave(&mut self, phase: Phase, ok: bool) {
         if !ok {
             // What a phase that failed took is shown as its own.
-            self.timings.mark(phase);
+            self.timings.mark_failed(phase);
         }
         self.journal.leave(phase, ok).await;
     }

@@ -165,10 +165,11 @@ const PAGES: &[Story] = &[
             A(3),
             Left(4, "needs systemd; the suite package enables them"),
             Left(5, "needs journald"),
-            Do(paused),
             A(6),
-            Do(a_counts),
+            Do(paused),
             A(7),
+            Do(a_counts),
+            A(8),
         ],
         replace: &[
             (
