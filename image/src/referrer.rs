@@ -1,8 +1,8 @@
 //! Which indexes image directories name.
 //!
 //! What cannot be read may name any index, so it is an error and never an absence. Directories of which file
-//! systems are not mounted are found by [`expect_mounted`](crate::store::expect_mounted), and by links that lead to
-//! nothing.
+//! systems are not mounted are found by [`expect_mounted`](crate::store::expect_mounted), and by links that
+//! lead to nothing.
 
 use std::collections::BTreeMap;
 use std::fs::{self, DirEntry};

@@ -193,7 +193,10 @@ const PAGES: &[Story] = &[
         steps: &[
             Do(counts_with_a_store),
             A(1),
-            Left(2, "the next commands need this checkpoint; firn's tests of gc prune one"),
+            Left(
+                2,
+                "the next commands need this checkpoint; firn's tests of gc prune one",
+            ),
             Left(3, "firn's tests of gc and the suite stored_memory run it"),
             A(4),
             Send("job.tar"),
