@@ -437,7 +437,8 @@ impl<'h> Arming<'_, 'h> {
             Phase::CopyMemory | Phase::FillMemory => self.copy()?,
             Phase::Prepare => self.order("worker", "hold")?,
             Phase::Parked => injection.point = Point::None,
-            Phase::End
+            Phase::Sync
+            | Phase::End
             | Phase::Grant
             | Phase::Continue
             | Phase::PrepareHook

@@ -65,6 +65,7 @@ impl fmt::Display for Phase {
             Self::GpuCheckpoint => "gpu-checkpoint",
             Self::CriuDump => "criu-dump",
             Self::CopyMemory => "copy-memory",
+            Self::Sync => "sync",
             Self::CriuRestore => "criu-restore",
             Self::DevRepair => "dev-repair",
             Self::FillMemory => "fill-memory",

@@ -134,7 +134,7 @@ impl Case {
                 let happens = match second.phase {
                     Phase::CheckpointRollback | Phase::RestoreRollback => false,
                     Phase::GpuRestore | Phase::GpuUnlock => !self.exit,
-                    Phase::End => self.exit,
+                    Phase::Sync | Phase::End => self.exit,
                     _ => true,
                 };
                 happens && second.place() > first.place() && first.fault != second.fault
@@ -187,7 +187,7 @@ impl Case {
             _ if self.flow == Flow::Restore => After::Back { taken: true },
             _ => match phase {
                 Phase::GpuRestore | Phase::GpuUnlock => After::Again,
-                Phase::CriuDump => After::Back { taken: true },
+                Phase::CriuDump | Phase::Sync => After::Back { taken: true },
                 Phase::GpuCheckpoint => After::Back {
                     taken: fault.is_the_drivers()
                         && (fault.often() == Some(Often::OnceAfter) || self.subject.processes > 1),
@@ -204,7 +204,11 @@ impl FaultAt {
         let waits = self.phase.is_hook()
             || matches!(
                 self.phase,
-                Phase::End | Phase::Continue | Phase::RestoreRollback | Phase::CheckpointRollback
+                Phase::Sync
+                    | Phase::End
+                    | Phase::Continue
+                    | Phase::RestoreRollback
+                    | Phase::CheckpointRollback
             );
         waits && matches!(self.fault, Fault::Kill(_))
     }

@@ -20,6 +20,8 @@ pub enum Phase {
     CriuDump,
     /// firn's copy of large memory into a store, next to CRIU.
     CopyMemory,
+    /// The image is written to its disk, before its container may end.
+    Sync,
     /// runc and CRIU, at a restore.
     CriuRestore,
     /// Between CRIU and the driver, at a restore.
@@ -58,6 +60,7 @@ pub(super) const PHASES: [(Flow, &[Phase]); 6] = [
             Phase::GpuCheckpoint,
             Phase::CriuDump,
             Phase::CopyMemory,
+            Phase::Sync,
             Phase::GpuRestore,
             Phase::GpuUnlock,
             Phase::ResumedHook,

@@ -23,6 +23,7 @@ impl Phase {
             | Self::RestoredHook
             | Self::CriuDump
             | Self::CopyMemory
+            | Self::Sync
             | Self::CriuRestore
             | Self::FillMemory
             | Self::Parked
@@ -91,7 +92,7 @@ impl Case {
         let victim = match phase {
             Phase::Prepare => Victim::Worker,
             Phase::PrepareHook | Phase::ResumedHook | Phase::RestoredHook => Victim::Shim,
-            Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
+            Phase::Sync | Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
             // With a store, what happens while memory is copied.
             _ if self.subject.stored => {
                 return phase.copies() && fault.is_plain() && fault != Fault::Kill(Victim::Containerd);
@@ -214,7 +215,7 @@ impl Case {
         } else if self.exit && restores_gpu {
             Some(Why::NothingRestored)
         } else {
-            (phase == Phase::End && !self.exit).then_some(Why::NotEnded)
+            (matches!(phase, Phase::Sync | Phase::End) && !self.exit).then_some(Why::NotEnded)
         }
     }
 
