@@ -137,8 +137,8 @@ pub const LEASES: &str = "/run/firn/leases";
 /// file for each container, with its bundle.
 pub const RUNC_TRANSACTIONS: &str = "/run/firn/runc";
 
-/// Directory of the node in which `firn checkpoint` and `firn move` lock the container that they work on: a
-/// directory for each namespace, and in it a file for each container.
+/// Directory of the node in which firn's commands lock the container that they work on: a directory for each
+/// namespace, and in it a file for each container. The pause of such a command gives no GPU free.
 pub const COMMANDS: &str = "/run/firn/commands";
 
 /// Directory of the node in which firn notes who has turned on the host's huge pages.

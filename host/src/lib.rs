@@ -4,6 +4,7 @@
 //! Nothing here knows of containers' specs, GPUs or checkpoints.
 #![forbid(unsafe_code)]
 
+mod alone;
 pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
@@ -24,6 +25,7 @@ mod regular_file;
 mod rfc3339;
 mod unless_absent;
 
+pub use alone::Alone;
 pub use deleted_name::{CriuLinks, DeletedName};
 pub use file_id::FileId;
 pub use firn_host_derive::Problem;

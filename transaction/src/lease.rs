@@ -225,7 +225,7 @@ impl Lease {
 }
 
 /// containerd's namespace, by the path of a bundle.
-fn namespace_of(bundle: &Path) -> String {
+pub(crate) fn namespace_of(bundle: &Path) -> String {
     let namespace = bundle.parent().and_then(Path::file_name).unwrap_or_default();
     namespace.to_string_lossy().into_owned()
 }

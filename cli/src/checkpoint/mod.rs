@@ -1,6 +1,5 @@
 //! `firn checkpoint`: a container, or all containers of a pod, as an image, a tar file or an image directory.
 
-mod alone;
 mod error;
 mod explain;
 mod interrupt;
@@ -15,7 +14,6 @@ use anyhow::Result;
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 
-pub use alone::Alone;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod::{KIND, annotations};

@@ -7,12 +7,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_host::Alone;
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use prost::Message;
 use tokio::time::sleep;
 
-use super::alone::Alone;
 use super::error::CheckpointError;
 use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
 use crate::oci_image::{self, Blob, Index, Part, media};

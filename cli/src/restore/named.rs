@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use firn_config::names;
+use firn_host::Alone;
 
 use super::error::RestoreError;
-use crate::checkpoint::Alone;
 use crate::containerd::{Container, Containerd, TaskState};
 
 /// containerd's label of Kubernetes' containers.

@@ -6,10 +6,11 @@
 mod busy;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use firn_lab::{COUNTER, Container, GpuHost, SHARES_NOTHING, STOCK, SimGpu, cases, matrix, on};
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
 
 const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
 
@@ -200,6 +201,32 @@ fn a_parked_container_is_checkpointed(platform: Platform) -> Result<()> {
         assert_eq!(copy.goes_on(3)?.fault(), None);
         copy.remove()?;
         b.idle()
+    })
+}
+
+/// The pause of firn's own command keeps the GPU: somebody who takes it meanwhile is in nobody's way.
+fn a_command_of_firn_gives_no_gpu_free(platform: Platform) -> Result<()> {
+    on([host(platform, "pa-command")?], |[host]| {
+        let job = counter(host, "job", "0")?;
+        let node = host.node();
+        // The shim waits there.
+        node.write("/run/firn-hold", "criu-dump")?;
+        let mut checkpoint = node.spawn(&["firn", "checkpoint", "job", "/root/checkpoint"])?;
+        wait_for("the dump", Duration::from_secs(60), || {
+            Ok(node.path("/run/firn-held").exists().then_some(()))
+        })?;
+        let taken = counter(host, "taken", "0")?;
+        let label = node.run(&["ctr", "containers", "info", "job"])?.stdout;
+        node.run(&["rm", "/run/firn-hold"])?;
+        ensure!(checkpoint.wait()?.success(), "the checkpoint failed");
+        node.run(&["rm", "/run/firn-held"])?;
+        ensure!(!label.contains("firn.dev/parked"), "it was parked: {label}");
+        job.goes_on(2)?;
+        taken.goes_on(2)?;
+        for job in [taken, job] {
+            job.remove()?;
+        }
+        host.idle()
     })
 }
 
@@ -469,6 +496,7 @@ fn main() -> ExitCode {
         a_paused_container_is_resumed_on_another_gpu [FORKY, FORKY_V2];
         a_running_container_moves [FORKY, FORKY_V2];
         a_parked_container_is_checkpointed [FORKY, FORKY_V2];
+        a_command_of_firn_gives_no_gpu_free [FORKY_V2, TRIXIE];
         a_parked_container_is_checkpointed_into_an_image [TRIXIE];
         a_parked_container_ends [FORKY, FORKY_V2];
         busy::a_resume_waits_or_goes_elsewhere_or_shares [FORKY_V2];

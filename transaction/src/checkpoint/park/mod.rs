@@ -15,10 +15,11 @@ mod resume;
 mod wait;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_config::{Config, Keys, find_program, names};
 use firn_gpu::protocol::GpuMemory;
+use firn_host::Alone;
 use firn_oci::Spec;
 
 pub use error::{GrantChangeError, ParkError};
@@ -36,7 +37,7 @@ use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::journal::{Begin, Journal, Operation, Outcome};
-use crate::lease::Lease;
+use crate::lease::{Lease, namespace_of};
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
@@ -47,7 +48,8 @@ use crate::warn::OrWarn;
 /// What the annotation `firn.dev/pause` may be.
 const RELEASE_GPU: &str = "release-gpu";
 
-/// Whether a pause of this container gives its GPUs free.
+/// Whether a pause of this container gives its GPUs free. Not the pause of a command of firn, which resumes the
+/// container in a moment: another container could have taken the GPU by then.
 pub fn is_requested(container: &Container) -> Result<bool, ParkError> {
     if !container.traits.has_nvidia() {
         return Ok(false);
@@ -56,7 +58,12 @@ pub fn is_requested(container: &Container) -> Result<bool, ParkError> {
     let spec = Spec::load(&container.bundle).map_err(|error| refused(error.into()))?;
     match spec.annotation(names::ANNOTATION_PAUSE) {
         None => Ok(false),
-        Some(RELEASE_GPU) => Ok(true),
+        Some(RELEASE_GPU) => {
+            let namespace = namespace_of(&container.bundle);
+            let by_firn = Alone::is_taken(Path::new(names::COMMANDS), &namespace, &container.id);
+            let what = format_args!("cannot see whether a command of firn works on {}", container.id);
+            Ok(by_firn.or_warn(what) != Some(true))
+        }
         Some(value) => Err(refused(setting(names::ANNOTATION_PAUSE, value).into())),
     }
 }

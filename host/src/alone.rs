@@ -1,11 +1,12 @@
-//! One command of firn at a time for a container: a second one would resume it under the first.
+//! One command of firn at a time for a container: a second one would resume it under the first. The shim sees
+//! that a command works on its container.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use firn_host::FileId;
+use crate::FileId;
 
 /// Its file is locked while this lives, and removed with it. If the command is killed, the kernel unlocks it.
 #[derive(Debug)]
@@ -37,6 +38,25 @@ impl Alone {
             }
         }
     }
+
+    /// Whether a command works on the container. Never waits.
+    ///
+    /// # Errors
+    ///
+    /// The file is there and cannot be opened or locked.
+    pub fn is_taken(dir: &Path, namespace: &str, id: &str) -> io::Result<bool> {
+        let file = match File::open(dir.join(namespace).join(id)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        match file.try_lock_shared() {
+            // It is unlocked when it is closed.
+            Ok(()) => Ok(false),
+            Err(TryLockError::WouldBlock) => Ok(true),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
 }
 
 impl Drop for Alone {
@@ -54,11 +74,17 @@ mod tests {
     fn a_container_is_one_commands_at_a_time() {
         let dir = tempfile::tempdir().unwrap();
         let take = |id| Alone::take(dir.path(), "default", id).unwrap();
+        let is_taken = |id| Alone::is_taken(dir.path(), "default", id).unwrap();
+        assert!(!is_taken("job"));
         let first = take("job").unwrap();
+        assert!(is_taken("job") && !is_taken("other"));
         assert!(take("job").is_none());
         assert!(take("other").is_some());
         drop(first);
         assert!(!dir.path().join("default/job").exists());
+        // As a command leaves it that was killed.
+        fs::write(dir.path().join("default/job"), "").unwrap();
+        assert!(!is_taken("job"));
         assert!(take("job").is_some());
     }
 }
