@@ -21,6 +21,9 @@ use firn_image::manifest::is_of_image;
 
 use crate::elsewhere::RunsElsewhere;
 
+/// CRIU's file that each image has.
+const INVENTORY: &str = "inventory.img";
+
 /// A checkpoint that is on its disk. Write-back that fails later takes nothing away from it.
 #[derive(Debug)]
 #[must_use]
@@ -28,10 +31,12 @@ pub struct Durable(PathBuf);
 
 impl Durable {
     /// Syncs the files of an image directory, and then the directory. `inside` leads to it, and `path` is
-    /// shown. Fails soon after `stop` is set.
+    /// shown. Fails soon after `stop` is set, and if there is no image: its client may have removed it.
     pub fn image(inside: &Path, path: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
         let is_meant = |name: &std::ffi::OsStr| name.to_str().is_some_and(is_of_image);
         let synced = durable::sync_files(inside, is_meant, stop);
+        // Order matters: a client that removes the image begins anywhere.
+        let synced = synced.and_then(|()| durable::sync_file(&inside.join(INVENTORY)));
         synced.map_err(|NotOnDisk { path: at, source }| NotOnDisk {
             path: match at.strip_prefix(inside) {
                 Ok(rest) if rest.as_os_str().is_empty() => path.to_owned(),
@@ -41,6 +46,12 @@ impl Durable {
             source,
         })?;
         Ok(Self(path.to_owned()))
+    }
+
+    /// As [`Self::image`], of a second directory of an image, and its name in the directory above.
+    pub(crate) fn rescued(dir: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
+        let _files = Self::image(dir, dir, stop)?;
+        Self::named(dir)
     }
 
     /// Syncs everything in a directory and below it, and its name in the directory above.

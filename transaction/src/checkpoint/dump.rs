@@ -1,6 +1,7 @@
 //! The dump of a frozen GPU container by the OCI runtime and CRIU, and what is removed after it.
 
 use std::fs::{DirBuilder, Permissions};
+use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -243,14 +244,22 @@ pub(super) async fn describe(
     }
 }
 
-/// Makes sure that an image is on its disk, after which a workload may end for it.
+/// Makes sure that an image is on its disk, after which a workload may end for it: in its directory, or in the
+/// second one that firn has made of it, if the client has gone and removed the first.
 pub(super) async fn sync(
     image: &ImageDir,
+    rescued: Option<&Path>,
     limit: Duration,
     cancel: &CancellationToken,
 ) -> Result<Durable, EffectError> {
-    let image = image.clone();
-    let synced = stoppable_until(limit, cancel.stopped(), move |stop| image.sync(stop));
+    let (image, rescued) = (image.clone(), rescued.map(Path::to_owned));
+    let synced = stoppable_until(limit, cancel.stopped(), move |stop| {
+        let kept = rescued.and_then(|dir| Durable::rescued(&dir, stop).or_log());
+        match (image.sync(stop), kept) {
+            (Err(removed), Some(kept)) if removed.source.kind() == ErrorKind::NotFound => Ok(kept),
+            (synced, _) => synced,
+        }
+    });
     match synced.await {
         Ok(synced) => Ok(synced?),
         Err(Left::Cancelled) => Err(EffectError::stopped(cancel)),
@@ -287,5 +296,34 @@ mod tests {
         };
         let (killed, ()) = tokio::join!(describe(&image, Vec::new(), Duration::MAX, &cancel), kill);
         assert!(matches!(killed, Err(EffectError::Killed)), "{killed:?}");
+    }
+
+    /// A client that goes away lets containerd remove its directory, at any moment.
+    #[tokio::test]
+    async fn no_workload_ends_for_an_image_that_its_client_has_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (of_client, second) = (dir.path().join("image"), dir.path().join("second"));
+        for dir in [&of_client, &second] {
+            std::fs::create_dir(dir).unwrap();
+            for name in ["inventory.img", "pages-1.img", "firn.json"] {
+                std::fs::write(dir.join(name), "x").unwrap();
+            }
+        }
+        let image = ImageDir::find(&of_client, false).await.unwrap();
+        let cancel = CancellationToken::default();
+        let proof_of = async |rescued: Option<&Path>| {
+            let synced = sync(&image, rescued, Duration::from_secs(60), &cancel).await;
+            synced.map(|durable| durable.path().to_owned())
+        };
+        assert_eq!(proof_of(None).await.unwrap(), of_client);
+        assert_eq!(proof_of(Some(&second)).await.unwrap(), of_client);
+        // What is removed first is chance.
+        std::fs::remove_file(of_client.join("inventory.img")).unwrap();
+        assert!(proof_of(None).await.is_err());
+        std::fs::remove_dir_all(&of_client).unwrap();
+        assert!(proof_of(None).await.is_err());
+        assert_eq!(proof_of(Some(&second)).await.unwrap(), second);
+        std::fs::remove_file(second.join("inventory.img")).unwrap();
+        assert!(proof_of(Some(&second)).await.is_err());
     }
 }

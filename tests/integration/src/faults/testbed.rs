@@ -198,6 +198,10 @@ impl Testbed {
         ];
         if self.subject.stored {
             arguments.extend(["--fixed-mib", STORED_MIB]);
+            // Of children CRIU dumps again what firn could not copy.
+            if self.subject.processes > 1 {
+                arguments.push("--forks=idle");
+            }
         }
         if releases {
             arguments.extend(["--reserve-mib", RESERVED_MIB]);

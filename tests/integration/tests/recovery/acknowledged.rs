@@ -62,7 +62,7 @@ const CHECKPOINT_HOOKS: &[&str] = &["prepare", "resumed"];
 const RESTORE_HOOKS: &[&str] = &["restored"];
 
 /// Points of one that ends. It has ended at the last two.
-const CHECKPOINT_EXIT: &[&str] = &["criu-dump", "end", "finish-killed", "finish-deleted"];
+const CHECKPOINT_EXIT: &[&str] = &["criu-dump", "sync", "end", "finish-killed", "finish-deleted"];
 
 /// Points of a dump without GPU, and those after one that has failed.
 const DUMP: &[&str] = &["criu-dump", "dump-left", "dump-tidied", "dump-over"];

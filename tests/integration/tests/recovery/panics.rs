@@ -10,10 +10,10 @@ use super::{checkpoint, count, freezer, host, idle_loop, image_is};
 const ORDER: &str = "/run/firn-panic";
 
 /// The error of a checkpoint whose code panics in these phases.
-fn panics_in(host: &GpuHost, phases: &str) -> Result<String> {
+fn panics_in(host: &GpuHost, phases: &str, exit: bool) -> Result<String> {
     host.node().write(ORDER, phases)?;
     let task = Task::of(host, "job")?;
-    let ended = task.end(checkpoint(&task, false)?);
+    let ended = task.end(checkpoint(&task, exit)?);
     Ok(describe(&ended, |_| "success".to_owned()))
 }
 
@@ -22,6 +22,8 @@ const PANICS: &[(&str, bool, bool)] = &[
     ("gpu-lock", false, false),
     ("gpu-checkpoint", true, false),
     ("criu-dump", false, false),
+    ("sync", false, true),
+    ("sync", true, true),
     ("gpu-restore", true, true),
 ];
 
@@ -32,7 +34,8 @@ fn code_fails(host: &GpuHost) -> Result<()> {
         if paused {
             job.task(&["pause"])?;
         }
-        let ended = panics_in(host, phase)?;
+        // Only of a container that is to end is the image written to its disk first.
+        let ended = panics_in(host, phase, phase == "sync")?;
         ensure!(ended.contains("FIRN-INTERNAL:"), "{phase}: {ended}");
         if paused {
             ensure!(
@@ -45,7 +48,7 @@ fn code_fails(host: &GpuHost) -> Result<()> {
         image_is(host, complete).context(phase)?;
     }
     // The rollback fails too, once.
-    let output = panics_in(host, "gpu-checkpoint rollback")?;
+    let output = panics_in(host, "gpu-checkpoint rollback", false)?;
     ensure!(output.contains("FIRN-INTERNAL:"), "{output}");
     job.goes_on(2)?;
     image_is(host, false)?;
@@ -72,7 +75,7 @@ fn code_fails(host: &GpuHost) -> Result<()> {
 /// Every rollback fails: a container that may be without its GPU state does not run until one succeeds.
 fn every_rollback_fails(host: &GpuHost) -> Result<()> {
     let job = count(host)?;
-    let output = panics_in(host, "gpu-checkpoint rollback rollback")?;
+    let output = panics_in(host, "gpu-checkpoint rollback rollback", false)?;
     ensure!(output.contains("FIRN-GPU-SUSPENDED:"), "{output}");
     job.stands_still()?;
     // One more, of Resume; the last one works.

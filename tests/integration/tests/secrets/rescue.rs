@@ -1,7 +1,7 @@
 //! An image that is complete when its client, its shim or its container ends is kept where root alone finds
 //! it.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, failure, on};
 use firn_node::{Platform, wait_for};
 
@@ -112,25 +112,30 @@ pub fn an_image_outlives_its_killed_shim(platform: Platform) -> Result<()> {
 /// A client that asks for the container's end with its checkpoint goes away when all is done but the answer.
 pub fn the_image_of_an_ended_container_outlives_the_client(platform: Platform) -> Result<()> {
     on([host(platform, "se-ex")?], |[host]| {
-        let job = Container::count(host, "job", &["0"], 1, &[])?;
-        job.goes_on(3)?;
-        Stop::Phase("end").set(host)?;
-        let mut client = host
-            .node()
-            .spawn(&["ctr", "tasks", "checkpoint", "--exit", "job"])?;
-        Stop::reached(host)?;
-        let before = job.lines()?.reached(1);
-        interrupt_ctr(host)?;
-        client.wait()?;
-        wait_for("the end of containerd's directory", LIMIT, || {
-            Ok((!shell(host, "ls /tmp")?.contains("ctrd-checkpoint")).then_some(()))
-        })?;
-        Stop::lift(host)?;
-        is_over(host, "job")?;
-        job.becomes("STOPPED")?;
-        let _ = job.task(&["delete"]);
-        goes_on_from(host, &job, &rescued(host, &format!("{RESCUED}/*"))?, before)?;
-        job.remove()?;
-        host.idle()
+        // Before the image is on its disk, and when the container is about to end.
+        for phase in ["sync", "end"] {
+            let job = Container::count(host, "job", &["0"], 1, &[])?;
+            job.goes_on(3)?;
+            Stop::Phase(phase).set(host)?;
+            let mut client = host
+                .node()
+                .spawn(&["ctr", "tasks", "checkpoint", "--exit", "job"])?;
+            Stop::reached(host)?;
+            let before = job.lines()?.reached(1);
+            interrupt_ctr(host)?;
+            client.wait()?;
+            wait_for("the end of containerd's directory", LIMIT, || {
+                Ok((!shell(host, "ls /tmp")?.contains("ctrd-checkpoint")).then_some(()))
+            })?;
+            Stop::lift(host)?;
+            is_over(host, "job")?;
+            job.becomes("STOPPED")?;
+            let _ = job.task(&["delete"]);
+            let dir = rescued(host, &format!("{RESCUED}/*")).context(phase)?;
+            goes_on_from(host, &job, &dir, before).context(phase)?;
+            job.remove()?;
+            host.idle()?;
+        }
+        Ok(())
     })
 }
