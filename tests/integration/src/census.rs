@@ -49,10 +49,15 @@ impl Census {
             }
         }
         let processes = host.node().processes().into_iter();
-        // Clients that were killed end when they end.
+        // Clients that were killed end when they end, and gc runs when it runs.
+        let is_gc = |process: &firn_node::Process| {
+            process
+                .args
+                .starts_with(&["firn", "store", "gc"].map(str::to_owned))
+        };
         let processes = processes
-            .map(|process| process.command)
-            .filter(|command| command != "ctr");
+            .filter(|process| process.command != "ctr" && !is_gc(process))
+            .map(|process| process.command);
         let processes = processes.collect();
         kinds.insert("processes".to_owned(), processes);
         kinds.retain(|kind, _| kind != "other");

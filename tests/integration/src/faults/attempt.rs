@@ -1,14 +1,19 @@
 //! One case: the fault, what came of it, and whether that is what firn promises.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use super::case::{Case, Fault, Flow, From, Often, Victim};
 use super::inject::Injections;
-use super::testbed::{Asked, Call, ID, Job, TEMPLATE, Testbed};
+use super::testbed::{Asked, Call, GC, ID, Job, TEMPLATE, Testbed};
 use super::{park, stalls};
 use crate::Census;
+
+/// Between two collections of a store's garbage.
+const BETWEEN: Duration = Duration::from_millis(50);
 
 /// What came of a case that is within the promise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,7 +75,7 @@ pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case:
     testbed.configure(case.faults().any(|at| at.fault.hangs()))?;
     let other = job.take_if(|job| job.releases != case.flow.parks());
     other.map_or(Ok(()), Job::end)?;
-    let attempt = match case.flow {
+    let attempt = collecting(testbed, || match case.flow {
         Flow::Checkpoint => match case.first.fault {
             Fault::Stall(stall) => stalls::attempt(testbed, job, case, stall),
             _ => checkpoint(testbed, job, case),
@@ -82,9 +87,29 @@ pub(super) fn attempt<'t>(testbed: &'t Testbed, job: &mut Option<Job<'t>>, case:
             restore(testbed, case)
         }
         Flow::Pause | Flow::Resume | Flow::ResumeElsewhere | Flow::Move => park::attempt(testbed, job, case),
-    }?;
+    })?;
     testbed.has_sound_store()?;
     Ok(attempt)
+}
+
+/// Collects the store's garbage again and again meanwhile, if there is a store.
+fn collecting<T>(testbed: &Testbed, attempt: impl FnOnce() -> T) -> T {
+    if !testbed.subject.stored {
+        return attempt();
+    }
+    let (node, over) = (testbed.host.node(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                // It fails while the store does.
+                let _ = node.run(&GC);
+                std::thread::sleep(BETWEEN);
+            }
+        });
+        let attempted = attempt();
+        over.store(true, Ordering::Relaxed);
+        attempted
+    })
 }
 
 /// What has gone wrong.

@@ -81,6 +81,17 @@ fn log(job: usize) -> String {
     format!("/counter-{job}.log")
 }
 
+/// Removes all memory from the store that no checkpoint needs.
+pub(super) const GC: [&str; 7] = [
+    "firn",
+    "store",
+    "gc",
+    "--grace",
+    "0s",
+    "--unreferenced-since",
+    "0s",
+];
+
 impl Testbed {
     /// Starts a host and makes the template.
     pub(super) fn new(suite: Suite, subject: Subject, name: &str) -> Result<Self> {
@@ -135,16 +146,7 @@ impl Testbed {
         node.run(&["firn", "store", "verify"])?;
         // What the case itself and a restore by containerd leave is an image that the store keeps memory for.
         node.run(&["sh", "-c", "rm -rf /srv/images/case /tmp/ctrd-checkpoint*"])?;
-        let collect = [
-            "firn",
-            "store",
-            "gc",
-            "--grace",
-            "0s",
-            "--unreferenced-since",
-            "0s",
-        ];
-        let cleaned = node.run(&collect)?.stdout;
+        let cleaned = node.run(&GC)?.stdout;
         let printed = node.run(&["firn", "store", "ls", "--json"])?.stdout;
         let listed = answer(&["store", "ls"], &printed)?;
         // The memory of an image on a file system that is not mounted any more stays.

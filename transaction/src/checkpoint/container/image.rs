@@ -92,7 +92,13 @@ impl Dump for ContainerEffects<'_> {
     async fn sync(&mut self) -> Result<EndProof, EffectError> {
         self.journal.show(Phase::Sync);
         let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
-        let synced = sync(&self.request.image, self.progress.rescued.as_deref(), limit, cancel).await;
+        let synced = sync(
+            &self.request.image,
+            self.progress.rescued.as_deref(),
+            limit,
+            cancel,
+        )
+        .await;
         self.timings.mark(Phase::Sync);
         if synced
             .as_ref()
