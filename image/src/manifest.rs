@@ -148,15 +148,12 @@ pub struct StoredMemory {
     pub index: Digest,
     /// Bytes of the ranges, with zeros.
     pub bytes: u64,
-    /// Bytes that the store did not have before. For people, as are the next two.
+    /// Bytes that the store did not have before. For people, as is the next one.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub written: u64,
     /// Bytes that the store had.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub reused: u64,
-    /// The index of the container's checkpoint before.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parent: Option<Digest>,
 }
 
 /// Bytes of an image, with what is in a store.

@@ -220,9 +220,6 @@ fn print_stored(bulk: &StoredMemory) {
     let (all, written) = (text::bytes(bulk.bytes), text::bytes(bulk.written));
     line!("memory     {all} in store {}, {written} new", bulk.store);
     line!("           index {}", bulk.index);
-    if let Some(parent) = &bulk.parent {
-        line!("parent     {parent}: the container's checkpoint before, which this one does not need");
-    }
 }
 
 fn print_dump_options(manifest: &Manifest) {

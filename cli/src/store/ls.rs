@@ -44,8 +44,6 @@ struct Shown<'a> {
     time: Option<String>,
     /// The same in seconds since 1970.
     made: Option<u64>,
-    /// Id of the container's checkpoint before; absent if there was none.
-    parent: Option<Digest>,
     /// Bytes of memory.
     memory: u64,
     /// Bytes of extents that no other checkpoint in the store has.
@@ -94,7 +92,6 @@ impl<'a> Shown<'a> {
             image: index.map(|index| &*index.image),
             time: index.and_then(|index| text::utc(index.made)),
             made: index.map(|index| index.made),
-            parent: index.and_then(|index| index.parent),
             memory: image.memory,
             own: image.own,
             shared: image.shared,
@@ -116,12 +113,11 @@ fn state(image: &Image) -> &'static str {
 }
 
 fn print(images: &[Image]) {
-    const HEAD: [&str; 9] = [
+    const HEAD: [&str; 8] = [
         "ID",
         "CONTAINER",
         "HOST",
         "MADE",
-        "PARENT",
         "OWN",
         "SHARED",
         "ZERO",
@@ -135,7 +131,7 @@ fn print(images: &[Image]) {
     }
 }
 
-fn row(image: &Image) -> [String; 9] {
+fn row(image: &Image) -> [String; 8] {
     let of = |get: fn(&firn_image::store::Index) -> String| image.index.as_ref().map_or("-".to_owned(), get);
     let pinned = if image.pinned { ", pinned" } else { "" };
     let missing = match image.missing {
@@ -147,7 +143,6 @@ fn row(image: &Image) -> [String; 9] {
         of(|index| index.container.clone()),
         of(|index| index.host.clone()),
         of(|index| text::time(index.made)),
-        of(|index| index.parent.as_ref().map_or("-".to_owned(), short)),
         text::bytes(image.own),
         text::bytes(image.shared),
         text::bytes(image.zero),

@@ -172,7 +172,6 @@ fn index_of(store: &Store, machine: Option<String>, image: &Path) -> Digest {
         machine,
         image: image.to_owned(),
         mount: None,
-        parent: None,
         pieces: Vec::new(),
     };
     let writer = store.writer(None).expect("a writer");
@@ -187,7 +186,6 @@ fn names(node: &Node, dir: &Path, index: Digest) {
         bytes: 0,
         written: 0,
         reused: 0,
-        parent: None,
     };
     let manifest = Manifest {
         bulk: Some(bulk),

@@ -52,7 +52,6 @@ impl Stored {
             machine: Some(machine().expect("this machine has a machine-id")),
             image: self.image(container),
             mount: None,
-            parent: None,
             pieces: contents.iter().map(piece).collect(),
         };
         change(&mut index);
@@ -71,7 +70,6 @@ impl Stored {
             bytes: 1,
             written: 1,
             reused: 0,
-            parent: None,
         });
         let manifest = Manifest {
             bulk,

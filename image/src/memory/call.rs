@@ -97,8 +97,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     counter.expect(bytes);
     let records = Path::new(names::STORES);
     let packing = Packing::with_key(request.key.as_deref())?;
-    let (store, host) = (Store::create_again(&request.store, records, &packing)?, host());
-    let parent = store.last_of(&request.container, &host);
+    let store = Store::create_again(&request.store, records, &packing)?;
     let writer = store.writer(request.cap)?.comparing(request.exit);
     let pieces = match save(&bulk, &writer, counter) {
         Ok(pieces) => pieces,
@@ -112,11 +111,10 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         checkpoint: request.checkpoint,
         made: made.as_secs(),
         container: request.container,
-        host,
+        host: host(),
         machine: machine(),
         mount: mount_of(&request.image),
         image: request.image,
-        parent,
         pieces,
     };
     let (written, reused) = (writer.written(), writer.reused());
@@ -126,7 +124,6 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         bytes,
         written,
         reused,
-        parent,
     };
     Ok(Saved {
         bulk,

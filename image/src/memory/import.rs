@@ -67,7 +67,6 @@ pub fn import<P: Fn(u64) + Sync>(
                 bytes,
                 written: writer.written(),
                 reused: writer.reused(),
-                parent: None,
                 index: writer.finish(&index)?,
             };
             let bulk = Some(memory.clone());
@@ -99,7 +98,6 @@ fn index(manifest: &Manifest, to: &Path, pieces: Vec<Piece>) -> Result<Index, Im
         machine: machine(),
         mount: mount_of(&image),
         image,
-        parent: None,
         pieces,
     })
 }

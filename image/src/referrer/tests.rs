@@ -21,7 +21,6 @@ fn known() -> Index {
         machine: None,
         image: "/images/job".into(),
         mount: None,
-        parent: None,
         pieces: Vec::new(),
     }
 }
@@ -35,7 +34,6 @@ fn image(dir: &Path, index: Option<Digest>) {
         bytes: 1,
         written: 0,
         reused: 0,
-        parent: None,
     });
     let manifest = Manifest {
         bulk,

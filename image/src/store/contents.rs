@@ -8,10 +8,7 @@ use nix::sys::statvfs::fstatvfs;
 
 use super::error::{io, is_not_there};
 use super::layout::{EXTENTS, IMAGES, NEW};
-use super::{Digest, Index, Store, StoreError, size};
-
-/// How many indexes are read to find the last one of a container, which stands still meanwhile.
-const NEWEST: usize = 16;
+use super::{Digest, Store, StoreError, size};
 use crate::dir::UntrustedDir;
 
 impl Store {
@@ -19,28 +16,6 @@ impl Store {
     pub fn images(&self) -> Result<BTreeSet<Digest>, StoreError> {
         let names = digests(self.images_dir());
         Ok(names.map_err(io("list", self.root().join(IMAGES)))?.collect())
-    }
-
-    /// The last checkpoint of a container on a host, if it is among the newest ones of the store.
-    pub fn last_of(&self, container: &str, host: &str) -> Option<Digest> {
-        let made = |id: &Digest| {
-            self.images_dir()
-                .metadata(&id.to_string())
-                .and_then(|file| file.modified())
-        };
-        let mut images: Vec<_> = self
-            .images()
-            .ok()?
-            .into_iter()
-            .filter_map(|id| Some((made(&id).ok()?, id)))
-            .collect();
-        images.sort_unstable();
-        let newest = images.into_iter().rev().take(NEWEST).map(|(_, id)| id);
-        // One that cannot be read is none of the caller's.
-        let is_its = |index: &Index| index.container == container && index.host == host;
-        newest
-            .into_iter()
-            .find(|id| self.index(id).is_ok_and(|index| is_its(&index)))
     }
 
     /// The names that all extents have in the store, with the sizes of their files. What is no regular file

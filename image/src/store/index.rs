@@ -35,9 +35,6 @@ pub struct Index {
     /// Where the file system of that directory was mounted: while it is not, nobody knows what is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mount: Option<PathBuf>,
-    /// The container's checkpoint before, for people: nothing is read from it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parent: Option<Digest>,
     /// The memory.
     pub pieces: Vec<Piece>,
 }

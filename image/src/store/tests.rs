@@ -90,7 +90,6 @@ fn index(pieces: Vec<Piece>) -> Index {
         machine: None,
         image: "/images/job".into(),
         mount: None,
-        parent: None,
         pieces,
     }
 }

@@ -192,7 +192,6 @@ fn pins_and_leases_keep_a_checkpoint() {
         bytes: 1,
         written: 0,
         reused: 0,
-        parent: None,
     });
     checkpoint.manifest = Some(manifest);
     assert!(used.prove(&checkpoint).is_ok());

@@ -246,7 +246,6 @@ fn gc_waits_for_writers() {
         machine: None,
         image: "/none".into(),
         mount: None,
-        parent: None,
         pieces,
     };
     writer.finish(&index).expect("finished");

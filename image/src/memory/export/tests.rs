@@ -34,7 +34,6 @@ fn index(image: &Path, piece: Piece) -> Index {
         machine: None,
         image: image.to_owned(),
         mount: None,
-        parent: None,
         pieces: vec![piece],
     }
 }
@@ -91,7 +90,6 @@ impl Image {
                 index,
                 written: 0,
                 reused: 0,
-                parent: None,
                 bytes: STORED,
             }),
             images: checksums::describe(&image, &AtomicBool::new(false)).unwrap(),

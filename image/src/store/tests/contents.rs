@@ -27,42 +27,6 @@ fn extents_and_images_are_listed_and_nothing_else() {
 }
 
 #[test]
-fn the_last_checkpoint_of_a_container_is_found_among_others() {
-    let scratch = Scratch::new();
-    let of = |container: &str, host: &str, made: u64| {
-        let index = Index {
-            container: container.to_owned(),
-            host: host.to_owned(),
-            made,
-            ..index(Vec::new())
-        };
-        let id = scratch.store.writer(None).unwrap().finish(&index).unwrap();
-        // Written in the same tick of the file system's clock, otherwise.
-        let file = fs::File::options()
-            .append(true)
-            .open(scratch.root().join(format!("images/{id}")));
-        file.unwrap()
-            .set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_secs(made))
-            .unwrap();
-        id
-    };
-    let last_of = |container| scratch.store.last_of(container, "node");
-    assert_eq!(last_of("job"), None);
-    let (second, other) = (of("job", "node", 2), of("other", "node", 4));
-    of("job", "node", 1);
-    of("job", "another node", 3);
-    assert_eq!((last_of("job"), last_of("other")), (Some(second), Some(other)));
-    assert_eq!(last_of("third"), None);
-    // One that cannot be read is passed over.
-    fs::write(scratch.root().join(format!("images/{other}")), "{").unwrap();
-    assert_eq!((last_of("job"), last_of("other")), (Some(second), None));
-    for made in 10..30 {
-        of("busy", "node", made);
-    }
-    assert_eq!(last_of("job"), None, "too many are read");
-}
-
-#[test]
 fn what_writers_have_left_is_counted_and_removed() {
     let scratch = Scratch::new();
     assert_eq!(scratch.store.unfinished().unwrap(), 0);
