@@ -164,6 +164,9 @@ sections! {
         /// stands for any text, as a namespace for any whose pods the image's signature permits. Default:
         /// none.
         pub from_images: Vec<String> = Vec::new(),
+        /// Whether such an image that is not signed may have memory in the node's store: that of the pod's
+        /// own namespace.
+        pub images_from_store: bool = false,
         /// The directory with the keys of those who may sign checkpoints for namespaces, `NAME.pub`. Default:
         /// nobody may.
         pub trusted_keys: Option<PathBuf> = None,

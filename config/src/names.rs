@@ -64,6 +64,8 @@ pub const ANNOTATION_RESTORE_RESTARTS: &str = "firn.dev/restore-restarts";
 
 /// Annotations by containerd's CRI plugin: the pod's namespace, and the container's name in the pod.
 pub const ANNOTATION_CRI_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+/// Label of a pod's container by the kubelet, which CRI-O makes an annotation: the pod's namespace.
+pub const ANNOTATION_POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 /// See [`ANNOTATION_CRI_NAMESPACE`].
 pub const ANNOTATION_CRI_POD: &str = "io.kubernetes.cri.sandbox-name";
 /// See [`ANNOTATION_CRI_NAMESPACE`].

@@ -19,6 +19,7 @@ use crate::cancel::CancellationToken;
 use crate::checkpoint::{self, CheckpointError};
 use crate::container::ContainerTraits;
 use crate::gpu_request;
+use crate::memory_owner::Chosen;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
@@ -94,11 +95,15 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
         cancel: request.cancel,
     };
     let wish = match image {
-        Some(image) => return attempt.prepare(given, &mut labels, Some(image), false).await,
+        Some(image) => {
+            return attempt
+                .prepare(given, &mut labels, Some((image, Chosen::ByClient)))
+                .await;
+        }
         None => Wish::of(&given).map_err(|cause| refused(request.id, bundle, cause))?,
     };
     let Some(wish) = wish else {
-        return attempt.prepare(given, &mut labels, None, false).await;
+        return attempt.prepare(given, &mut labels, None).await;
     };
     let restored = attempt
         .restore_named(&wish, &given, &mut labels, request.images)
@@ -112,7 +117,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
                 Chain(&error)
             );
             given.save(bundle)?;
-            let prepared = attempt.prepare(given, &mut labels, None, false).await?;
+            let prepared = attempt.prepare(given, &mut labels, None).await?;
             return Ok(PreparedBundle {
                 fallback: Some(error),
                 ..prepared
@@ -197,8 +202,8 @@ impl Attempt<'_> {
             };
             let named = wish.find(node).await;
             let named = named.map_err(refused)?;
-            let image = Some(&*named.image);
-            let prepared = self.prepare(given.clone(), labels, image, true).await?;
+            let image = Some((&*named.image, named.chosen));
+            let prepared = self.prepare(given.clone(), labels, image).await?;
             Ok((prepared, named))
         };
         let restored = restored.await;
@@ -212,8 +217,7 @@ impl Attempt<'_> {
         &self,
         spec: Spec,
         labels: &mut Labels<'_>,
-        image: Option<&Path>,
-        by_operator: bool,
+        image: Option<(&Path, Chosen)>,
     ) -> Result<PreparedBundle, PrepareError> {
         let (id, bundle, reaper) = (self.id, self.bundle, self.reaper);
         let mut options = self.options.clone();
@@ -235,13 +239,13 @@ impl Attempt<'_> {
         let mut traits = traits_of(spec, gpu);
         let runc = Runc::new(id, self.namespace, bundle, &options, reaper.clone());
         let restore = match image {
-            Some(image) => {
+            Some((image, chosen)) => {
                 let preparation = Preparation {
                     id,
                     options: &options,
                     bundle,
                     image,
-                    by_operator,
+                    chosen,
                     runc: &runc,
                     reaper,
                     cancel: self.cancel,

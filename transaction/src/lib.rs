@@ -30,6 +30,7 @@ pub mod lease;
 pub mod look;
 pub mod meeting;
 mod memory;
+pub mod memory_owner;
 pub mod options;
 pub mod panics;
 pub mod parked;

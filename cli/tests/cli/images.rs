@@ -171,6 +171,7 @@ fn index_of(store: &Store, machine: Option<String>, image: &Path) -> Digest {
         host: "node".to_owned(),
         machine,
         image: image.to_owned(),
+        owner: None,
         mount: None,
         pieces: Vec::new(),
     };

@@ -51,6 +51,7 @@ impl Stored {
             host: host.trim().to_owned(),
             machine: Some(machine().expect("this machine has a machine-id")),
             image: self.image(container),
+            owner: None,
             mount: None,
             pieces: contents.iter().map(piece).collect(),
         };

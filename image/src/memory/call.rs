@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
-use crate::store::{Index, Packing, Store, machine, mount_of};
+use crate::store::{Index, Owner, Packing, Reader, Store, machine, mount_of};
 
 /// What is to be done, and where it is shown how far that is.
 #[derive(Debug, Serialize, Deserialize)]
@@ -46,6 +46,9 @@ pub struct Save {
     #[serde(default)]
     pub exit: bool,
     pub processes: Vec<Process>,
+    /// Whose memory it is.
+    #[serde(default)]
+    pub owner: Option<Owner>,
     /// Id of the checkpoint, its container and its image directory, for people and for the store's clean-up.
     pub checkpoint: String,
     pub container: String,
@@ -70,6 +73,12 @@ pub struct Stored {
     #[serde(default)]
     pub key: Option<PathBuf>,
     pub memory: StoredMemory,
+    /// The id of the checkpoint in firn.json. A shim that is older than this sends none.
+    #[serde(default)]
+    pub checkpoint: Option<String>,
+    /// For whom it is read.
+    #[serde(default)]
+    pub reader: Reader,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -113,6 +122,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
         container: request.container,
         host: host(),
         machine: machine(),
+        owner: request.owner,
         mount: mount_of(&request.image),
         image: request.image,
         pieces,
@@ -136,16 +146,29 @@ pub fn kept(request: &Rest, counter: &Counter) -> Result<Kept, MemoryError> {
     rest(&request.image, &request.processes, &request.bulk, counter)
 }
 
-/// The memory's index, of which the store has every extent.
+/// The memory's index, of which the store has every extent. It is that of this checkpoint, and the reader may
+/// have it: firn.json may have been written by anybody.
 pub fn complete(stored: &Stored) -> Result<(Store, Index), MemoryError> {
-    let StoredMemory { store: id, index, .. } = &stored.memory;
+    let StoredMemory {
+        store: id,
+        index: name,
+        ..
+    } = &stored.memory;
     let path = stored.store.as_deref();
     let path = path.ok_or_else(|| MemoryError::NoStore {
         id: id.clone(),
-        index: *index,
+        index: *name,
     })?;
     let store = Store::open(path, &Packing::with_key(stored.key.as_deref())?)?;
-    let index = store.index(index)?;
+    let index = store.index(name)?;
+    let (index_of, reader) = (&index.checkpoint, &stored.reader);
+    if stored.checkpoint.as_ref().is_some_and(|is| is != index_of) {
+        return Err(MemoryError::OtherCheckpoint { index: *name });
+    }
+    if !reader.may_have(index.owner.as_ref()) {
+        let (index, reader) = (*name, reader.clone());
+        return Err(MemoryError::Owner { index, reader });
+    }
     store.expect(&index)?;
     Ok((store, index))
 }
@@ -163,3 +186,6 @@ pub(super) fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     name.trim().to_owned()
 }
+
+#[cfg(test)]
+mod tests;

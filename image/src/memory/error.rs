@@ -5,7 +5,7 @@ use std::io;
 use firn_host::Problem;
 
 use crate::criu::ImageFault;
-use crate::store::{Digest, StoreError};
+use crate::store::{Digest, Reader, StoreError};
 
 /// A copy of memory that failed. The processes are as they were, except those that [`super::fill`] was
 /// filling.
@@ -49,13 +49,28 @@ pub enum MemoryError {
     #[problem("FIRN-DUMP", "see whether the file system of the checkpoint is full")]
     Pages { file: String, source: io::Error },
     /// This node has no store.
-    #[error("memory {index} of the checkpoint is in store {id}, and this node names none")]
+    #[error("memory {} of the checkpoint is in store {id}, and this node names none", index.short())]
     #[problem(
         "FIRN-STORE-MISSING",
         "name the store of this node under [images] in the configuration, and bring the memory there with \
          `firn store pull URL ID`"
     )]
     NoStore { id: String, index: Digest },
+    /// The image names the memory of another one.
+    #[error("memory {} in the store is that of another checkpoint", index.short())]
+    #[problem(
+        "FIRN-IMAGE-CORRUPT",
+        "somebody has changed firn.json: use the image that the checkpoint has made"
+    )]
+    OtherCheckpoint { index: Digest },
+    /// It is not the memory of those who want it.
+    #[error("memory {} in the store does not belong to {reader}", index.short())]
+    #[problem(
+        "FIRN-STORE-OWNER",
+        "restore it in the namespace in which the checkpoint was made. The operator can give it to another \
+         one: below from-dir under [restore], by `firn store name`, or signed"
+    )]
+    Owner { index: Digest, reader: Reader },
     #[error(transparent)]
     Store(#[from] StoreError),
 }

@@ -9,7 +9,7 @@ use super::call::{Stored, complete};
 use super::image_copy::{ImageCopy, ImageCopyError, Part, blocks, joined, manifest_of};
 use crate::criu::memory::{PAGE, Pagemap, Run, Vma, vmas};
 use crate::manifest::Manifest;
-use crate::store::{Digest, EXTENT, Index, Piece, Store};
+use crate::store::{Digest, EXTENT, Index, Piece, Reader, Store};
 
 /// Writes the image `from` into the directory `to`, with the memory that the store at `store` has, of which
 /// `key` is the file of the key. `to` is empty, or made. `begin` gets the bytes that the store has and
@@ -24,7 +24,13 @@ pub fn export<P: Fn(u64) + Sync>(
     let memory = manifest.bulk.clone();
     let memory = memory.ok_or_else(|| ImageCopyError::Inline { dir: from.to_owned() })?;
     let verified = manifest.verify_images(from)?;
-    let (store, index) = complete(&Stored { store, key, memory })?;
+    let (store, index) = complete(&Stored {
+        store,
+        key,
+        memory,
+        checkpoint: Some(manifest.checkpoint.clone()),
+        reader: Reader::Root,
+    })?;
     let copy = ImageCopy::begin(from, to)?;
     let export = Export {
         copy: &copy,

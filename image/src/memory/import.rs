@@ -96,6 +96,7 @@ fn index(manifest: &Manifest, to: &Path, pieces: Vec<Piece>) -> Result<Index, Im
         container,
         host: host(),
         machine: machine(),
+        owner: None,
         mount: mount_of(&image),
         image,
         pieces,

@@ -20,6 +20,7 @@ fn known() -> Index {
         host: "node".to_owned(),
         machine: None,
         image: "/images/job".into(),
+        owner: None,
         mount: None,
         pieces: Vec::new(),
     }
@@ -156,6 +157,7 @@ fn an_image_directory_may_name_an_index_unless_it_names_another() {
     let of = |mount: Option<&str>, mounts: &[MountEntry]| {
         let index = Index {
             image: at.clone(),
+            owner: None,
             mount: mount.map(PathBuf::from),
             ..known()
         };

@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 use super::layout::{EXTENTS, IMAGES};
 use crate::block_hash::hex;
 
+/// Digits that are shown.
+const SHORT: usize = 12;
+
 /// The BLAKE3 of an extent or of an index, written as 64 small hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -24,6 +27,12 @@ impl Digest {
 
     pub(super) fn as_bytes(&self) -> &[u8; 32] {
         &self.0
+    }
+
+    /// Its first digits, for logs and messages, which others than root may read.
+    pub fn short(&self) -> String {
+        let name = self.to_string();
+        format!("{}...", &name[..SHORT])
     }
 
     /// Where the extent of this name is, below a store's root.

@@ -128,7 +128,7 @@ pub enum StoreError {
     )]
     Busy { path: PathBuf },
     /// It has no extent or index of this name.
-    #[error("store {id} at {} lacks {kind} {digest}", path.display())]
+    #[error("store {id} at {} lacks {kind} {}", path.display(), digest.short())]
     #[problem(
         "FIRN-STORE-MISSING",
         "bring the memory of the checkpoint here with `firn store pull URL ID`, or copy the store"

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
-use super::{Digest, EXTENT};
+use super::{Digest, EXTENT, Owner};
 
 const FORMAT: &str = "firn-store-index";
 const VERSION: u64 = super::layout::VERSION;
@@ -30,6 +30,9 @@ pub struct Index {
     /// none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
+    /// Whose memory it is. Indexes of older versions, and those of imported images, have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<Owner>,
     /// The image directory as it was named at the checkpoint.
     pub image: PathBuf,
     /// Where the file system of that directory was mounted: while it is not, nobody knows what is there.
@@ -116,6 +119,12 @@ impl Index {
             (
                 "machine",
                 self.machine.as_deref().is_none_or(|text| is_text(text, MAX_TEXT)),
+            ),
+            (
+                "owner",
+                self.owner
+                    .as_ref()
+                    .is_none_or(|owner| is_text(owner.name(), MAX_TEXT)),
             ),
             ("image", is_path(&self.image)),
             ("mount", self.mount.as_deref().is_none_or(is_path)),

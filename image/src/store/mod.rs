@@ -30,6 +30,7 @@ mod index;
 mod layout;
 mod machine;
 mod marks;
+mod owner;
 mod record;
 mod removal;
 mod writer;
@@ -54,6 +55,7 @@ pub use index::{Index, IndexError, Piece};
 pub use layout::{EXTENTS, IMAGES};
 pub use machine::machine;
 pub use marks::{Noted, Pin};
+pub use owner::{Owner, Reader};
 pub use record::expect_mounted;
 pub(crate) use record::mount_of;
 pub use removal::{Decisions, Kept, Needs, Removal, Rules};
@@ -139,7 +141,7 @@ impl Store {
 
     /// An index with its content, which another store can have as it is.
     pub fn verified_index(&self, id: &Digest) -> Result<(Index, Vec<u8>), StoreError> {
-        let path = || self.0.root.join(layout::IMAGES).join(id.to_string());
+        let path = || self.0.root.join(layout::IMAGES).join(id.short());
         let unusable = |error| match error {
             IndexError::Version(found) => StoreError::Version { path: path(), found },
             source => StoreError::Index { path: path(), source },

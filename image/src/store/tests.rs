@@ -89,6 +89,7 @@ fn index(pieces: Vec<Piece>) -> Index {
         host: "node".to_owned(),
         machine: None,
         image: "/images/job".into(),
+        owner: None,
         mount: None,
         pieces,
     }
@@ -140,7 +141,7 @@ fn what_is_not_there_is_named_with_its_store_and_a_remedy() {
     assert_eq!(error.code(), "FIRN-STORE-MISSING");
     let text = error.to_string();
     assert!(
-        text.contains(scratch.store.id()) && text.contains(&one.to_string()),
+        text.contains(scratch.store.id()) && text.contains(&one.short()),
         "{text}"
     );
     assert!(error.hint().contains("firn store pull"), "{}", error.hint());

@@ -71,6 +71,25 @@ impl Spec {
     }
 }
 
+impl Spec {
+    /// The namespace of Kubernetes of a pod's container. Each CRI sets an annotation of its own last, so that
+    /// a pod's author cannot change it, but may add that of the other: nobody knows which of two is right.
+    pub fn pod_namespace(&self) -> Option<&str> {
+        if self.author() != Author::Orchestrator {
+            return None;
+        }
+        let of = |key| self.annotation(key);
+        match (
+            of(names::ANNOTATION_CRI_NAMESPACE),
+            of(names::ANNOTATION_POD_NAMESPACE),
+        ) {
+            (Some(one), Some(other)) => (one == other).then_some(one),
+            (one, other) => one.or(other),
+        }
+        .filter(|namespace| !namespace.is_empty())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
@@ -118,6 +137,34 @@ mod tests {
             assert_eq!(author(client.clone()), Author::Client, "{client}");
         }
         assert!(Author::Client.owns_node());
+    }
+
+    #[test]
+    fn a_pod_does_not_choose_its_namespace() {
+        let namespace = |annotations: Value| {
+            let spec = Spec::from(json!({ "annotations": annotations }));
+            spec.pod_namespace().map(str::to_owned)
+        };
+        let containerd = "io.kubernetes.cri.sandbox-namespace";
+        let crio = "io.kubernetes.pod.namespace";
+        let of_crio = json!({"io.kubernetes.cri-o.Name": "c", crio: "ml"});
+        for given in [json!({ containerd: "ml" }), of_crio.clone()] {
+            assert_eq!(namespace(given.clone()).as_deref(), Some("ml"));
+            let mut forged = given.clone();
+            let other = if given.get(crio).is_some() {
+                containerd
+            } else {
+                crio
+            };
+            forged[other] = json!("web");
+            assert_eq!(namespace(forged), None, "{other}");
+            let mut same = given;
+            same[other] = json!("ml");
+            assert_eq!(namespace(same).as_deref(), Some("ml"));
+        }
+        assert_eq!(namespace(json!({ crio: "ml" })), None, "of neither CRI");
+        assert_eq!(namespace(json!({ containerd: "" })), None);
+        assert_eq!(namespace(json!({})), None);
     }
 
     #[test]

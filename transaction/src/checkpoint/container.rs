@@ -16,6 +16,7 @@ use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
+use firn_image::store::Owner;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
@@ -52,6 +53,8 @@ pub(super) struct Source {
     assertions: Assertions,
     /// The store that gets large memory; none: the image gets it.
     store: Option<PathBuf>,
+    /// Whose that memory is.
+    owner: Option<Owner>,
     /// Options of the dump.
     dump: DumpFlags,
     /// Bytes of memory in use on the container's GPUs, by any process.

@@ -64,6 +64,13 @@ pub enum Refusal {
     Look(#[from] LookError),
     #[error(transparent)]
     Memory(CopyError),
+    #[error("the pod names an image that is not signed, and its memory is in the node's store")]
+    #[problem(
+        "FIRN-STORE-OWNER",
+        "make the image with its memory (`firn.dev/bulk: inline`) or have it signed; images-from-store = \
+         true under [restore] permits memory of the pod's own namespace"
+    )]
+    ImageFromStore,
     #[error("the image could not be read within {} s", limit.as_secs_f32())]
     #[problem(
         "FIRN-LOOK-TIMEOUT",

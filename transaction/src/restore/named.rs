@@ -27,6 +27,7 @@ use super::error::Refusal;
 use super::prepare::left_image;
 use crate::blocking::stoppable;
 use crate::cancel::CancellationToken;
+use crate::memory_owner::Chosen;
 use crate::reaper::Reaper;
 use crate::warn::{OrWarn, configured};
 
@@ -50,6 +51,8 @@ pub struct Named {
     pub layer: Option<PathBuf>,
     /// Most bytes that this layer may take; none: half of what is free.
     pub cap: Option<u64>,
+    /// Who has chosen it, among what the operator permits.
+    pub chosen: Chosen,
 }
 
 impl Named {
@@ -307,6 +310,7 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
             image: path,
             layer: None,
             cap,
+            chosen: Chosen::ByOperator,
         });
     }
     let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
@@ -326,6 +330,7 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
         image,
         layer,
         cap,
+        chosen: Chosen::ByOperator,
     })
 }
 

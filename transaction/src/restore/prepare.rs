@@ -30,6 +30,7 @@ use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
 use crate::look;
 use crate::memory::Copier;
+use crate::memory_owner::{self, Chosen};
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
 use crate::reaper::Reaper;
@@ -47,8 +48,8 @@ pub struct Preparation<'a> {
     pub options: &'a RuncOptions,
     pub bundle: &'a Path,
     pub image: &'a Path,
-    /// Whether the operator has put the image there for containers of this kind.
-    pub by_operator: bool,
+    /// Who has chosen the image.
+    pub chosen: Chosen,
     pub runc: &'a Runc,
     pub reaper: &'a Reaper,
     pub cancel: &'a CancellationToken,
@@ -68,7 +69,7 @@ impl Preparation<'_> {
     async fn prepare_unless_refused(self, resolved: &ResolvedSpec) -> Result<PreparedRestore, Refusal> {
         let (bundle, image) = (self.bundle, self.image);
         let mut spec = resolved.spec.clone();
-        if !self.by_operator {
+        if self.chosen == Chosen::ByClient {
             expect_permitted(&spec)?;
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
@@ -133,7 +134,7 @@ impl Preparation<'_> {
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
         let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
         let plugin = plugin(manifest, &config)?;
-        let stored = self.stored(manifest, &config, &hook).await?;
+        let stored = self.stored(&spec, manifest, &config, &hook).await?;
         let (bundle, reaper) = (self.bundle, self.reaper);
         let inventory = match has_nvidia {
             true => {
@@ -181,9 +182,10 @@ impl Preparation<'_> {
         })
     }
 
-    /// Looks whether this node's store has what the image does not hold.
+    /// Looks whether this node's store has what the image does not hold, and the container may have it.
     async fn stored(
         self,
+        spec: &Spec,
         manifest: &Manifest,
         config: &Config,
         hook: &Path,
@@ -195,6 +197,8 @@ impl Preparation<'_> {
             store: config.images.store.clone(),
             key: config.images.store_key.clone(),
             memory,
+            checkpoint: Some(manifest.checkpoint.clone()),
+            reader: memory_owner::reader(spec, self.chosen, config)?,
         };
         let copier = Copier {
             hook: hook.to_owned(),

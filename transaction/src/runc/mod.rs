@@ -54,6 +54,7 @@ const GROUP_END_KILLED: Duration = Duration::from_secs(3);
 #[derive(Clone)]
 pub struct Runc {
     id: String,
+    namespace: String,
     binary: PathBuf,
     root: PathBuf,
     log: PathBuf,
@@ -154,6 +155,7 @@ impl Runc {
     pub fn new(id: &str, namespace: &str, bundle: &Path, options: &RuncOptions, reaper: Reaper) -> Self {
         Self {
             id: id.to_owned(),
+            namespace: namespace.to_owned(),
             binary: PathBuf::from(options.runtime()),
             root: options.root(namespace),
             log: bundle.join("log.json"),
@@ -161,6 +163,11 @@ impl Runc {
             kind: OnceCell::new(),
             reaper,
         }
+    }
+
+    /// containerd's namespace of the container; empty without containerd.
+    pub fn namespace(&self) -> &str {
+        &self.namespace
     }
 
     /// Directory in which the runtime keeps this container's state.

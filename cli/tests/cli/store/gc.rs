@@ -245,6 +245,7 @@ fn gc_waits_for_writers() {
         host: "h".to_owned(),
         machine: None,
         image: "/none".into(),
+        owner: None,
         mount: None,
         pieces,
     };

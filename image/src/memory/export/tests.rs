@@ -33,6 +33,7 @@ fn index(image: &Path, piece: Piece) -> Index {
         host: String::new(),
         machine: None,
         image: image.to_owned(),
+        owner: None,
         mount: None,
         pieces: vec![piece],
     }

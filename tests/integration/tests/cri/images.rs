@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 
 use crate::Point;
 use crate::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::client::Cri;
-use crate::named::{cold, counter, is_cold, on_gpu, refused};
+use crate::client::{Cri, annotated};
+use crate::named::{cold, counter, is_cold, on_gpu, refused, refused_in};
 
 pub const POINTS: &[Point] = &[
     Point::new(
@@ -38,6 +38,13 @@ pub const POINTS: &[Point] = &[
         "FIRN-RESTORE-FROM, FIRN-RESTORE-FROM, FIRN-IMAGE-UNPACK, FIRN-IMAGE-UNPACK, FIRN-IMAGE-UNPACK; \
          cold with fallback: true; unpacked: nothing",
         wrong,
+    )
+    .firn_only(),
+    Point::new(
+        "restore by image: memory in the node's store, of the pod's namespace and of another",
+        "FIRN-STORE-OWNER; permitted: goes on on another GPU with the files; unpacked: nothing; other: \
+         FIRN-STORE-OWNER",
+        in_store,
     )
     .firn_only(),
 ];
@@ -153,6 +160,44 @@ fn of_archive(cri: Cri<'_>) -> Result<String> {
         ctr(cri, &["images", "remove", NAME])?;
         seen
     })
+}
+
+/// The memory is that of the namespace `default`. Whoever makes an image for another one may name it.
+fn in_store(cri: Cri<'_>) -> Result<String> {
+    let node = cri.host.node();
+    let permitted = |more: &str| {
+        let images = "[images]\nstore = \"/srv/of-images\"\nbulk = \"store\"\n";
+        let from = "from-images = [\"default=registry.example/*\", \"other=registry.example/*\"]\n";
+        cri.host.configure(&format!("{images}[restore]\n{from}{more}"))
+    };
+    permitted("")?;
+    let pod = cri.pod_annotated("source", &json!({}))?;
+    let mut command = counter();
+    let script = command[2]
+        .as_str()
+        .context("no script")?
+        .replace("--mib 8", "--mib 40");
+    command[2] = script.into();
+    let container = pod.start_with("c", &on_gpu(0, &command))?;
+    let before = computes(&container, 3)?;
+    by_ctr(cri, &container.id)?;
+    pod.remove(&[&container])?;
+    let unsigned = refused(cri, &annotations(), &on_gpu(OTHER, &cold()))?;
+    permitted("images-from-store = true\n")?;
+    let own = goes_on(cri, before)?;
+    let mut config = annotated("other", &annotations());
+    config["metadata"]["namespace"] = "other".into();
+    let other = refused_in(&cri.pod_of(config)?, &on_gpu(OTHER, &cold()))?;
+    let log = node.read("/var/log/containerd.log")?;
+    let shown = log
+        .split_whitespace()
+        .filter_map(|word| word.strip_prefix("store_index="));
+    let short = shown.map(str::len).max().context("no index in the log")?;
+    ensure!(short == 15, "the log has {short} characters of an index");
+    cri.host.configure("")?;
+    ctr(cri, &["images", "remove", NAME])?;
+    node.run(&["rm", "-r", "/srv/of-images"])?;
+    Ok(format!("{unsigned}; permitted: {own}; other: {other}"))
 }
 
 /// Gives containerd an image of one layer, as buildah makes it.

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::Point;
 use crate::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::client::Cri;
+use crate::client::{Cri, Pod};
 
 pub const POINTS: &[Point] = &[
     Point::new(
@@ -155,7 +155,11 @@ fn falls_back() -> Value {
 
 /// Starts a container that is refused, and returns the code.
 pub fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<String> {
-    let pod = cri.pod_annotated("refused", annotations)?;
+    refused_in(&cri.pod_annotated("refused", annotations)?, special)
+}
+
+/// The code with which a container of this pod is refused. The pod is removed.
+pub fn refused_in(pod: &Pod<'_>, special: &Value) -> Result<String> {
     let container = pod.create("c", special)?;
     let output = failure(container.start())?;
     pod.remove(&[&container])?;

@@ -187,7 +187,7 @@ fn checkpoint(store: &Store) -> Result<Digest> {
         machine: None,
         image: "/images/train".into(),
         mount: None,
-        parent: None,
+        owner: None,
         pieces,
     })?)
 }

@@ -65,6 +65,7 @@ impl ContainerEffects<'_> {
             cap: self.config.images.store_cap,
             exit: self.request.exit,
             processes: processes.clone(),
+            owner: self.source().owner.clone(),
             checkpoint: self.checkpoint.clone(),
             container: self.container.id.clone(),
             image: self.request.image.path().to_owned(),
@@ -156,7 +157,7 @@ impl ContainerEffects<'_> {
             log::info!(
                 "container={} store_index={} bytes={} new={} reused={}",
                 self.container.id,
-                memory.index,
+                memory.index.short(),
                 memory.bytes,
                 memory.written,
                 memory.reused

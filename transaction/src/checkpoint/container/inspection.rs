@@ -16,6 +16,7 @@ use crate::checkpoint::dump::bounded;
 use crate::checkpoint::error::EffectError;
 use crate::journal::Operation;
 use crate::look::{self, Checked};
+use crate::memory_owner;
 use crate::procfs;
 
 /// How long a tool may take to print its version. The version is for people only: after that it stays empty.
@@ -51,6 +52,7 @@ impl ContainerEffects<'_> {
         };
         Ok(Source {
             store: self.store_for(&spec)?,
+            owner: memory_owner::owner(&spec, self.container.runc.namespace()),
             hooks: job_hook::named(&spec),
             assertions,
             dump,

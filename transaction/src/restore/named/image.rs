@@ -12,6 +12,7 @@ use firn_config::{Config, find_program, names};
 
 use super::{NameError, Named, Node, in_directory};
 use crate::blocking;
+use crate::memory_owner::Chosen;
 use crate::restore::compare;
 use crate::restore::error::Refusal;
 
@@ -67,7 +68,11 @@ pub async fn unpacked(image: &str, namespace: &str, node: Node<'_>) -> Result<Na
     let unpacked = async {
         let named = unpack(image, &found, node).await?;
         match permit {
-            Permit::Namespace => Ok(named),
+            // The operator knows the image's name, and not its content.
+            Permit::Namespace => Ok(Named {
+                chosen: Chosen::ByPod,
+                ..named
+            }),
             Permit::Signature => node.signed(named, namespace).await,
         }
     };
@@ -197,6 +202,7 @@ mod tests {
         let (done, is_left) = by_hook("mkdir $4/checkpoint", image, false).await;
         let named = done.unwrap();
         assert!(named.image.ends_with("work/firn-checkpoint/checkpoint") && is_left);
+        assert_eq!(named.chosen, Chosen::ByPod, "its content is not the operator's");
         assert_eq!(named.origin, "image r.example/warm:1 (sha256:ab)");
         let (done, is_left) = by_hook("echo too large >&2; exit 1", image, false).await;
         let error = done.unwrap_err();

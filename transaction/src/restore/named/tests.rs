@@ -261,6 +261,7 @@ fn the_operator_allows_namespaces_by_directories() {
             image: image.clone(),
             layer: layer.map(|name| dir.join(name)),
             cap: Some(7),
+            chosen: Chosen::ByOperator,
         })
     };
     assert_eq!(found(&wish, &config), named(None));
@@ -275,6 +276,7 @@ fn the_operator_allows_namespaces_by_directories() {
         image: dir.clone(),
         layer: None,
         cap: Some(7),
+        chosen: Chosen::ByOperator,
     };
     assert_eq!(found(&wish, &config), Ok(whole));
     // Another namespace's pod names nothing of this one.
