@@ -3,12 +3,14 @@
 //! `pagemap-PID.img` names runs of pages; their content follows in the same order in `pages-ID.img`. A page
 //! of a private anonymous mapping that no run has is zero in the restored task.
 
+use std::fs::File;
+use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
 use super::connections::write;
 use super::wire::{self, Message, WireError};
-use super::{ImageFault, messages};
+use super::{ImageFault, each_message, messages};
 use crate::dir::UntrustedDir;
 use firn_host::bounded::read_at_most;
 
@@ -20,6 +22,13 @@ pub const PAGE: u64 = 4096;
 
 /// Largest file that is read: a run for every second page of 100 GiB.
 const MAX_BYTES: u64 = 1 << 30;
+
+/// Most bytes of a pagemap's head, and of each of its entries: they have a few numbers.
+const HEAD: u64 = 4096;
+const ENTRY: u64 = 64;
+
+/// Largest list of mappings: some two million of them.
+const MAX_MM: u64 = 128 << 20;
 
 /// The content is in the pages file.
 const PRESENT: u32 = 1 << 2;
@@ -111,7 +120,11 @@ impl Pagemap {
 
     /// Name of the file with the content.
     pub fn pages_name(&self) -> String {
-        format!("pages-{}.img", self.pages_id)
+        Self::pages_of(self.pages_id)
+    }
+
+    fn pages_of(id: u32) -> String {
+        format!("pages-{id}.img")
     }
 
     /// Reads the runs of a task; none if CRIU has written none.
@@ -121,26 +134,43 @@ impl Pagemap {
 
     /// The same for a file of this name, which may be that of shared memory.
     pub fn read_named(dir: &Path, name: &str) -> Result<Option<Self>, ImageFault> {
-        let Some(bytes) = bytes(dir, name)? else {
+        let bytes = bytes(dir, name)?;
+        bytes.map(|bytes| Self::parse(name, &bytes, u64::MAX)).transpose()
+    }
+
+    /// As [`Pagemap::read`] of an image that is complete, and may be anybody's: the pages file bounds what is
+    /// read. What names more than that has is refused.
+    pub fn of_image(dir: &Path, pid: i32) -> Result<Option<Self>, ImageFault> {
+        let name = Self::name(pid);
+        let Some(head) = open(dir, &name)? else {
             return Ok(None);
         };
-        let parsed = messages(name, PAGEMAP_MAGIC, &bytes)?;
-        let parsed = parsed
-            .split_first()
-            .ok_or_else(|| ImageFault::malformed(name, "it has no head"));
-        let (head, entries) = parsed?;
+        let mut begin = Vec::new();
+        let read = head.take(HEAD).read_to_end(&mut begin);
+        read.map_err(|error| ImageFault::unreadable(&name, &error))?;
+        let pages = Self::pages_of(head_of(&name, &begin)?);
+        let size = match open(dir, &pages)?.map(|file| file.metadata()) {
+            Some(found) => found
+                .map_err(|error| ImageFault::unreadable(&pages, &error))?
+                .len(),
+            None => 0,
+        };
+        let most = HEAD.saturating_add((size / PAGE).saturating_mul(ENTRY));
+        let bytes = bytes_within(dir, &name, most.min(MAX_BYTES))?;
+        bytes.map(|bytes| Self::parse(&name, &bytes, size)).transpose()
+    }
+
+    /// The runs, which have `most` bytes together at most.
+    fn parse(name: &str, bytes: &[u8], most: u64) -> Result<Self, ImageFault> {
         let malformed = |error: WireError| ImageFault::malformed(name, error);
-        let pages_id = Message::parse(head)
-            .and_then(|head| head.required(1))
-            .map_err(malformed)?;
         let mut map = Self {
-            pages_id,
-            runs: Vec::with_capacity(entries.len()),
+            pages_id: head_of(name, bytes)?,
+            runs: Vec::new(),
             long_counts: false,
         };
-        let mut end = 0;
-        for entry in entries {
-            let (run, is_long) = run(entry).map_err(malformed)?;
+        let (mut end, mut left) = (0, most);
+        for entry in each_message(name, PAGEMAP_MAGIC, bytes)?.skip(1) {
+            let (run, is_long) = run(entry?).map_err(malformed)?;
             map.long_counts |= is_long;
             if run.at.start < end {
                 return Err(ImageFault::malformed(name, "its pages are not in order"));
@@ -149,9 +179,15 @@ impl Pagemap {
                 return Err(ImageFault::malformed(name, "its pages are not in the image"));
             }
             end = run.at.end;
+            // Order matters: a list of any length is not kept first.
+            let bytes = run.at.end - run.at.start;
+            left = left.checked_sub(bytes).filter(|_| bytes > 0).ok_or_else(|| {
+                let reason = "it names more pages than its pages file has, or none";
+                ImageFault::malformed(name, reason)
+            })?;
             map.runs.push(run);
         }
-        Ok(Some(map))
+        Ok(map)
     }
 
     /// Bytes in the pages file.
@@ -230,7 +266,7 @@ fn mm_name(pid: i32) -> String {
 /// The mappings of the task with this pid in the container, by address.
 pub fn vmas(dir: &Path, pid: i32) -> Result<Vec<Vma>, ImageFault> {
     let name = mm_name(pid);
-    let Some(bytes) = bytes(dir, &name)? else {
+    let Some(bytes) = bytes_within(dir, &name, MAX_MM)? else {
         return Ok(Vec::new());
     };
     let malformed = |error: WireError| ImageFault::malformed(&name, error);
@@ -286,16 +322,35 @@ fn advised(mm: &[u8], ranges: &[Range<u64>]) -> Result<Vec<u8>, WireError> {
     })
 }
 
+/// The number of the pages file.
+fn head_of(name: &str, bytes: &[u8]) -> Result<u32, ImageFault> {
+    let head = each_message(name, PAGEMAP_MAGIC, bytes)?.next();
+    let head = head.ok_or_else(|| ImageFault::malformed(name, "it has no head"))??;
+    let id = Message::parse(head).and_then(|head| head.required(1));
+    id.map_err(|error| ImageFault::malformed(name, error))
+}
+
 pub(super) fn bytes(dir: &Path, name: &str) -> Result<Option<Vec<u8>>, ImageFault> {
-    let unreadable = |error: std::io::Error| ImageFault::unreadable(name, &error);
-    let file = match UntrustedDir::open(dir).and_then(|dir| dir.file(name)) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        file => file.map_err(unreadable)?,
+    bytes_within(dir, name, MAX_BYTES)
+}
+
+fn bytes_within(dir: &Path, name: &str, most: u64) -> Result<Option<Vec<u8>>, ImageFault> {
+    let Some(file) = open(dir, name)? else {
+        return Ok(None);
     };
-    let bytes = read_at_most(file, MAX_BYTES).map_err(unreadable)?;
+    let bytes = read_at_most(file, most).map_err(|error| ImageFault::unreadable(name, &error))?;
     bytes
         .map(Some)
         .ok_or_else(|| ImageFault::malformed(name, "it is too large"))
+}
+
+fn open(dir: &Path, name: &str) -> Result<Option<File>, ImageFault> {
+    match UntrustedDir::open(dir).and_then(|dir| dir.file(name)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        file => file
+            .map(Some)
+            .map_err(|error| ImageFault::unreadable(name, &error)),
+    }
 }
 
 #[cfg(test)]
@@ -357,101 +412,4 @@ pub(crate) mod testing {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::testing::{entry, vma};
-    use super::*;
-
-    fn file(dir: &Path, name: &str, magic: u32, messages: &[&[u8]]) {
-        write(dir, name, magic, messages).unwrap();
-    }
-
-    fn map(entries: &[Vec<u8>]) -> Result<Pagemap, ImageFault> {
-        let dir = tempfile::tempdir().unwrap();
-        let head = [8, 3];
-        let all: Vec<&[u8]> = std::iter::once(&head[..])
-            .chain(entries.iter().map(|e| &e[..]))
-            .collect();
-        file(dir.path(), "pagemap-7.img", PAGEMAP_MAGIC, &all);
-        Ok(Pagemap::read(dir.path(), 7)?.unwrap())
-    }
-
-    #[test]
-    fn runs_are_read_and_written_as_this_criu_writes_them() {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(Pagemap::read(dir.path(), 7).unwrap().is_none());
-        let mut long = entry(0x9000, 0, 4);
-        wire::push_number(&mut long, entry::LONG_COUNT, 1 << 33);
-        for (second, is_long) in [(entry(0x9000, 2, 6), false), (long, true)] {
-            let first = entry(0x4000, 3, 4);
-            file(
-                dir.path(),
-                "pagemap-7.img",
-                PAGEMAP_MAGIC,
-                &[&[8, 3], &first, &second],
-            );
-            let map = Pagemap::read(dir.path(), 7).unwrap().unwrap();
-            assert_eq!(
-                (map.pages_name().as_str(), map.long_counts),
-                ("pages-3.img", is_long)
-            );
-            assert_eq!(map.runs[0].at, 0x4000..0x7000);
-            assert_eq!(map.runs[1].at.start, 0x9000);
-            map.write(dir.path(), "pagemap-7.img").unwrap();
-            let again = Pagemap::read(dir.path(), 7).unwrap().unwrap();
-            assert_eq!((&again.runs, again.long_counts), (&map.runs, is_long));
-        }
-    }
-
-    #[test]
-    fn runs_that_no_dump_writes_are_refused() {
-        assert_eq!(map(&[entry(0x4000, 1, 4)]).unwrap().runs.len(), 1);
-        for odd in [
-            vec![entry(0x4000, 2, 4), entry(0x5000, 1, 4)],
-            vec![entry(0x4000, 1, 1)],
-            vec![entry(0x4000, 1, 0)],
-            vec![entry(0x4001, 1, 4)],
-            vec![entry(u64::MAX - 0xfff, 2, 4)],
-            vec![vec![0xff]],
-        ] {
-            assert!(matches!(map(&odd), Err(ImageFault::Malformed { .. })), "{odd:?}");
-        }
-    }
-
-    #[test]
-    fn huge_pages_are_asked_for_in_the_given_ranges_alone() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut mm = Vec::new();
-        wire::push_number(&mut mm, 1, 77);
-        for one in [
-            vma(0x1000..0x3000, 0x201, 0),
-            vma(0x3000..0x9000, 0x201, 2),
-            vma(0xa000..0xb000, 0x41, 0),
-        ] {
-            wire::push_bytes(&mut mm, VMAS, &one);
-        }
-        wire::push_number(&mut mm, 15, 1);
-        file(dir.path(), "mm-7.img", MM_MAGIC, &[&mm]);
-        let one = |at, is_anonymous, is_plain| Vma {
-            at,
-            is_anonymous,
-            is_plain,
-        };
-        // The second is read at random.
-        let expected = [
-            one(0x1000..0x3000, true, true),
-            one(0x3000..0x9000, true, false),
-            one(0xa000..0xb000, false, false),
-        ];
-        assert_eq!(vmas(dir.path(), 7).unwrap(), expected);
-
-        let range = 0x3000..0x9000;
-        advise_huge_pages(dir.path(), 7, std::slice::from_ref(&range)).unwrap();
-        assert_eq!(vmas(dir.path(), 7).unwrap(), expected);
-        let bytes = std::fs::read(dir.path().join("mm-7.img")).unwrap();
-        let messages = messages("mm-7.img", MM_MAGIC, &bytes).unwrap();
-        let mm = Message::parse(messages[0]).unwrap();
-        assert_eq!((mm.required_long(1), mm.required_long(15)), (Ok(77), Ok(1)));
-        let advice = mm.each(VMAS, |vma| vma.required_long(vma::ADVICE)).unwrap();
-        assert_eq!(advice, [0, 2 | HUGE_PAGES, 0]);
-    }
-}
+mod tests;

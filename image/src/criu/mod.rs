@@ -294,22 +294,30 @@ fn missing(name: &str) -> ImageFault {
 
 /// The bytes of the messages of a file.
 fn messages<'a>(name: &str, magic: u32, bytes: &'a [u8]) -> Result<Vec<&'a [u8]>, ImageFault> {
+    each_message(name, magic, bytes)?.collect()
+}
+
+/// The same one by one. Nothing comes after an error.
+fn each_message<'a>(
+    name: &str,
+    magic: u32,
+    bytes: &'a [u8],
+) -> Result<impl Iterator<Item = Result<&'a [u8], ImageFault>>, ImageFault> {
     let mut rest = bytes;
     let inventory = magic == INVENTORY_MAGIC;
     if !inventory && word(&mut rest) != Some(COMMON_MAGIC) || word(&mut rest) != Some(magic) {
         return Err(ImageFault::malformed(name, "another kind of file"));
     }
-    let mut all = Vec::new();
-    while !rest.is_empty() {
+    Ok(std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
         let length = word(&mut rest).and_then(|length| usize::try_from(length).ok());
         let split = length.and_then(|length| rest.split_at_checked(length));
-        let Some((message, left)) = split else {
-            return Err(ImageFault::malformed(name, "it ends too early"));
-        };
-        rest = left;
-        all.push(message);
-    }
-    Ok(all)
+        let (message, left) = split.unzip();
+        rest = left.unwrap_or_default();
+        Some(message.ok_or_else(|| ImageFault::malformed(name, "it ends too early")))
+    }))
 }
 
 fn word(bytes: &mut &[u8]) -> Option<u32> {

@@ -81,7 +81,7 @@ impl<P: Fn(u64) + Sync> Export<'_, P> {
     /// The pages of a process. Returns the names of the files that are made.
     fn process(&self, pid: i32, pieces: &[&Piece]) -> Result<[String; 2], ImageCopyError> {
         let (from, to) = (self.copy.from, self.copy.to);
-        let mut map = Pagemap::read(from, pid)?.ok_or(MemoryError::Layout {
+        let mut map = Pagemap::of_image(from, pid)?.ok_or(MemoryError::Layout {
             inside: pid,
             at: pieces[0].address,
         })?;

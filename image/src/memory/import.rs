@@ -118,7 +118,7 @@ fn large(from: &Path, manifest: &Manifest) -> Result<Vec<Large>, ImageCopyError>
     let pids = manifest.images.iter().filter_map(|file| pid(&file.name));
     let mut all: Vec<(Pagemap, i32, Vec<Range<u64>>)> = Vec::new();
     for pid in pids {
-        let map = Pagemap::read(from, pid)?.ok_or(MemoryError::Layout { inside: pid, at: 0 })?;
+        let map = Pagemap::of_image(from, pid)?.ok_or(MemoryError::Layout { inside: pid, at: 0 })?;
         let size = manifest.images.iter().find(|file| file.name == map.pages_name());
         let (found, expected) = (size.map_or(0, |file| file.size), map.bytes());
         if found != expected {

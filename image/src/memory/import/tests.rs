@@ -261,8 +261,11 @@ fn what_cannot_be_imported_leaves_nothing() {
     bad[5 << 20] ^= 1;
     fs::write(&pages, bad).unwrap();
     inline.fails("FIRN-IMAGE-CORRUPT");
-    // Less than what the page map lists, as its maker has described it.
+    // Less than what the page map lists, and more, as its maker has described it.
     fs::write(&pages, &good[4096..]).unwrap();
+    inline.seal();
+    inline.fails("FIRN-IMAGE-CORRUPT");
+    fs::write(&pages, [&good[..], &[1; 4096]].concat()).unwrap();
     inline.seal();
     inline.fails("FIRN-IMAGE-TRUNCATED");
     fs::write(&pages, good).unwrap();
