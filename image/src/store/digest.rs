@@ -32,7 +32,7 @@ impl Digest {
     /// Its first digits, for logs and messages, which others than root may read.
     pub fn short(&self) -> String {
         let name = self.to_string();
-        format!("{}...", &name[..SHORT])
+        name[..SHORT].to_owned()
     }
 
     /// Where the extent of this name is, below a store's root.
