@@ -55,6 +55,9 @@ pub const POD_FILE: &str = "pod.json";
 /// that it has created. `pod:` before such a name in [`ANNOTATION_RESTORE_FROM`] is one.
 pub const POD_CHECKPOINTS: &str = "/run/firn/pods";
 
+/// In a directory of such links: the id of the sandbox that they are for.
+pub const POD_SANDBOX: &str = ".sandbox";
+
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
 pub const ANNOTATION_RESTORE_FALLBACK: &str = "firn.dev/restore-fallback";
 

@@ -1,7 +1,8 @@
 //! `RestorePod`: makes the pod by containerd's own calls, and has each container restored when it is started.
 //!
 //! The shim restores the container by an annotation, as for `firn.dev/restore-from` of a pod. There it names
-//! a link below [`names::POD_CHECKPOINTS`], by a name that nobody can guess: a pod cannot name one by itself.
+//! a link below [`names::POD_CHECKPOINTS`], which it follows for a container of this sandbox alone, and removes
+//! when that was started.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, DirBuilder};
@@ -20,9 +21,6 @@ use super::messages::{RestorePodRequest, RestorePodResponse, RestoredContainer, 
 use super::record::{Pod, Process};
 use crate::containerd::{CallError, Containerd};
 use crate::output::note;
-
-/// In the directory of links: the id of the sandbox.
-const SANDBOX: &str = ".sandbox";
 
 /// Creates a pod whose containers are restored when they are started. After a failure there is none.
 pub async fn restore(
@@ -207,7 +205,7 @@ impl Links {
     }
 
     fn note_sandbox(&self, id: &str) -> Result<(), CriError> {
-        let path = self.path().join(SANDBOX);
+        let path = self.path().join(names::POD_SANDBOX);
         fs::write(&path, id).map_err(|source| CriError::Directory { path, source })
     }
 
@@ -233,7 +231,7 @@ pub async fn remove_stale(containerd: &Containerd) {
         .flatten();
     for path in all.map(|entry| entry.path()) {
         // Without the id the pod is being made.
-        let Ok(id) = fs::read_to_string(path.join(SANDBOX)) else {
+        let Ok(id) = fs::read_to_string(path.join(names::POD_SANDBOX)) else {
             continue;
         };
         if containerd

@@ -5,10 +5,11 @@
 //! processes knew. The directory of a name is an image directory, or an archive of the kubelet that was
 //! unpacked there: the image in `checkpoint`, and next to it what the container had written. An image of
 //! containerd's is unpacked in this way, into a directory that goes with the container's bundle.
-//! `firn cri-pods`, whose socket is root's, restores from everywhere: by names that only it knows.
+//! `firn cri-pods`, whose socket is root's, restores from everywhere, each name for one pod ([`pod`]).
 
 mod image;
 mod noted;
+mod pod;
 mod source;
 
 use std::fs::{self, Metadata};
@@ -25,9 +26,10 @@ use firn_oci::Spec;
 use super::compare;
 use super::error::Refusal;
 use super::prepare::left_image;
-use crate::blocking::stoppable;
+use crate::blocking::{self, stoppable};
 use crate::cancel::CancellationToken;
 use crate::memory_owner::Chosen;
+use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::warn::{OrWarn, configured};
 
@@ -53,6 +55,8 @@ pub struct Named {
     pub cap: Option<u64>,
     /// Who has chosen it, among what the operator permits.
     pub chosen: Chosen,
+    /// The link of a pod's part, which is removed when the container was started.
+    pub link: Option<PathBuf>,
 }
 
 impl Named {
@@ -102,6 +106,17 @@ impl Named {
             );
         }
         Ok(())
+    }
+}
+
+/// Removes what only the restore of this container has needed: an unpacked image, or the link of a pod's part.
+pub async fn remove_used(prepared: &PreparedRestore, bundle: &Path) {
+    remove_unpacked(bundle).await;
+    if let Some(link) = prepared.link.clone() {
+        blocking::remove("remove the link of a pod's checkpoint", link, |link| {
+            fs::remove_file(link)
+        })
+        .await;
     }
 }
 
@@ -155,6 +170,13 @@ pub enum NameError {
          image-cap under [restore] limits it"
     )]
     Unpack { image: String, output: String },
+    #[error("the pod names a part of a pod's checkpoint, and there is none for it")]
+    #[problem(
+        "FIRN-RESTORE-FROM",
+        "`firn cri-pods` makes such a name for one pod, until its container was started: restore the pod \
+         again by RestorePod"
+    )]
+    NoPod,
     #[error("cannot look for checkpoint {path}: {reason}")]
     #[problem("FIRN-RESTORE-FROM", "see that the directory can be read")]
     Unreadable { path: PathBuf, reason: String },
@@ -165,6 +187,8 @@ pub enum NameError {
 pub struct Wish {
     source: Source,
     namespace: String,
+    /// The id of its sandbox.
+    sandbox: String,
     /// Whether the container starts without its checkpoint if that cannot be restored.
     pub falls_back: bool,
 }
@@ -199,10 +223,11 @@ impl Wish {
             );
             return Ok(None);
         }
-        let namespace = spec.annotation(names::ANNOTATION_CRI_NAMESPACE);
+        let text = |key| spec.annotation(key).unwrap_or_default().to_owned();
         Ok(Some(Self {
             source,
-            namespace: namespace.unwrap_or_default().to_owned(),
+            namespace: text(names::ANNOTATION_CRI_NAMESPACE),
+            sandbox: text(names::ANNOTATION_CRI_SANDBOX),
             falls_back: falls_back && !by_cri,
         }))
     }
@@ -220,8 +245,16 @@ impl Wish {
             }
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
             Source::Pod(link) => {
-                let link = link.clone();
-                return node.look(move || in_directory(link, String::new(), cap)).await;
+                let (link, sandbox) = (link.clone(), self.sandbox.clone());
+                let found = node.look(move || {
+                    let place = pod::place(&link, &sandbox)?;
+                    let named = in_directory(place, pod::ORIGIN.to_owned(), cap)?;
+                    Ok(Named {
+                        link: Some(link),
+                        ..named
+                    })
+                });
+                return found.await;
             }
         };
         let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
@@ -311,6 +344,7 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
             layer: None,
             cap,
             chosen: Chosen::ByOperator,
+            link: None,
         });
     }
     let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
@@ -331,6 +365,7 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
         layer,
         cap,
         chosen: Chosen::ByOperator,
+        link: None,
     })
 }
 

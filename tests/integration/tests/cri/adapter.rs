@@ -221,6 +221,13 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         cri.host.gpu_memory()?.iter().all(|mib| *mib == 0),
         "a process runs"
     );
+    // Somebody who has read the annotation.
+    let node = cri.host.node();
+    let name = node.run(&["ls", LINKS])?.stdout.trim().to_owned();
+    let known = json!({ "firn.dev/restore-from": format!("pod:{name}") });
+    let other = cri.pod_annotated("other", &known)?;
+    let code = crate::named::refused_as(&other, "a", &on(1))?;
+    ensure!(code == "FIRN-RESTORE-FROM", "another pod: {code}");
     let used = || -> Result<Vec<bool>> { Ok(cri.host.gpu_memory()?.iter().map(|mib| *mib > 0).collect()) };
     for (copy, gpus) in copies.iter().zip([[false, true], [true, true]]) {
         copy.start()?;
@@ -231,6 +238,13 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         ensure!(written.contains("text"), "the written file has {written:?}");
         ensure!(used()? == gpus, "GPUs in use: {:?}", used()?);
     }
+    let links = node.run(&["ls", &format!("{LINKS}/{name}")])?.stdout;
+    ensure!(links.is_empty(), "links of started containers: {links}");
+    let log = node.read("/var/log/containerd.log")?;
+    ensure!(
+        log.contains("is restored from a pod's checkpoint") && !log.contains(&format!("{LINKS}/{name}")),
+        "the log has the name {name}"
+    );
     pod.remove(&copies.iter().collect::<Vec<_>>())?;
     adapter.stop()?;
     // What is stale goes when it starts.

@@ -160,7 +160,12 @@ pub fn refused(cri: Cri<'_>, annotations: &Value, special: &Value) -> Result<Str
 
 /// The code with which a container of this pod is refused. The pod is removed.
 pub fn refused_in(pod: &Pod<'_>, special: &Value) -> Result<String> {
-    let container = pod.create("c", special)?;
+    refused_as(pod, "c", special)
+}
+
+/// The same for a container of this name.
+pub fn refused_as(pod: &Pod<'_>, name: &str, special: &Value) -> Result<String> {
+    let container = pod.create(name, special)?;
     let output = failure(container.start())?;
     pod.remove(&[&container])?;
     let code = output.split(' ').find(|word| word.starts_with("FIRN-"));

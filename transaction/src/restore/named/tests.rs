@@ -262,6 +262,7 @@ fn the_operator_allows_namespaces_by_directories() {
             layer: layer.map(|name| dir.join(name)),
             cap: Some(7),
             chosen: Chosen::ByOperator,
+            link: None,
         })
     };
     assert_eq!(found(&wish, &config), named(None));
@@ -277,6 +278,7 @@ fn the_operator_allows_namespaces_by_directories() {
         layer: None,
         cap: Some(7),
         chosen: Chosen::ByOperator,
+        link: None,
     };
     assert_eq!(found(&wish, &config), Ok(whole));
     // Another namespace's pod names nothing of this one.
