@@ -39,6 +39,7 @@ mod restore;
 mod sign;
 mod steps;
 mod store;
+mod stored;
 mod text;
 mod view;
 mod work_dir;

@@ -11,6 +11,7 @@ mod target;
 use std::time::Instant;
 
 use anyhow::Result;
+use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 
@@ -25,6 +26,7 @@ use crate::containerd::{Containerd, block_on};
 use crate::output::{self, line, note, printed};
 use crate::place::Place;
 use crate::steps::{Step, Steps};
+use crate::stored::InStore;
 use crate::text;
 use target::Target;
 
@@ -56,10 +58,20 @@ struct Done<'a> {
     bytes: u64,
     /// How long the command took, in milliseconds.
     ms: u64,
+    /// What a store has of its memory; absent if the checkpoint has all of it.
+    memory: Option<InStore>,
     /// Whether the container has ended with its checkpoint.
     exited: bool,
     /// The phases that have ended, in their order.
     phases: Vec<Step<'a>>,
+}
+
+/// A checkpoint.
+struct Made {
+    /// Id of the container.
+    id: String,
+    bytes: u64,
+    manifest: Option<Manifest>,
 }
 
 /// True: done.
@@ -73,34 +85,31 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
             explain::print(args, &place);
             return Ok(true);
         }
-        Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|(id, bytes)| (place, id, bytes)),
+        Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|made| (place, made)),
         Err(ambiguous) => Err(ambiguous.into()),
     };
     match done {
-        Ok((place, id, bytes)) => {
-            print(args, (&id, &place), bytes, begun, &steps)?;
+        Ok((place, made)) => {
+            print(args, &place, made, begun, &steps)?;
             Ok(true)
         }
         Err(error) => output::failed(args.json, error.shown()),
     }
 }
 
-fn print(
-    args: &CheckpointArgs,
-    (id, place): (&str, &Place),
-    bytes: u64,
-    begun: Instant,
-    steps: &Steps,
-) -> Result<()> {
+fn print(args: &CheckpointArgs, place: &Place, made: Made, begun: Instant, steps: &Steps) -> Result<()> {
     let (took, shown) = (begun.elapsed(), place.shown());
+    let Made { id, bytes, manifest } = made;
+    let memory = InStore::pin(manifest);
     if args.json {
         return output::json(&Printed::Container(Done {
-            container: id,
+            container: &id,
             namespace: args.namespace(),
             kind: place.kind(),
             image: shown,
             bytes,
             ms: text::ms(took),
+            memory,
             exited: args.exit,
             phases: steps.ended(),
         }));
@@ -108,6 +117,9 @@ fn print(
     let goes = if args.exit { "has ended" } else { "goes on" };
     let (size, seconds) = (text::bytes(bytes), took.as_secs_f64());
     line!("{shown}: {size}. {id} {goes}, after {seconds:.1} s");
+    if let Some(memory) = &memory {
+        line!("{}", memory.shown());
+    }
     Ok(())
 }
 
@@ -126,12 +138,11 @@ async fn filled(
     }
 }
 
-/// Returns the container's id and the bytes of the checkpoint.
 async fn checkpoint(
     args: &CheckpointArgs,
     place: &Place,
     steps: &mut Steps,
-) -> Result<(String, u64), CheckpointError> {
+) -> Result<Made, CheckpointError> {
     let namespace = args.namespace();
     let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
     let found = Source::find(&containerd, namespace, &args.container).await?;
@@ -179,11 +190,13 @@ async fn checkpoint(
             done = Err(error);
         }
     }
+    // None after a failure, of which nothing is left.
+    let manifest = target.manifest(&containerd).await;
     if let Err(error) = source.release().await {
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }
     match (done, ended) {
-        (done, Ok(())) => done.map(|bytes| (id, bytes)),
+        (done, Ok(())) => done.map(|bytes| Made { id, bytes, manifest }),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {
             note!("firn: {}", error.shown());

@@ -12,11 +12,13 @@ use std::time::Instant;
 use anyhow::Result;
 use firn_config::names;
 use firn_host::{Problem, ProblemLine, UnlessAbsent};
+use firn_image::manifest::Manifest;
 use serde::{Deserialize, Serialize};
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
 use crate::output::{self, line, note};
+use crate::stored::InStore;
 use crate::text;
 
 use super::{Interrupts, PodCall, Printed};
@@ -68,6 +70,8 @@ pub struct Done<'a> {
     pod: &'a str,
     /// The image directory of each container, by the container's name in the pod.
     images: &'a BTreeMap<String, PathBuf>,
+    /// What a store has of the memory of each container that has some there, by the same names.
+    memory: &'a BTreeMap<&'a str, InStore>,
     /// How long the command took, in milliseconds.
     ms: u64,
 }
@@ -79,15 +83,24 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
     match block_on(with_progress(&doing, checkpoint(args, pod)))? {
         Ok(images) => {
             let took = begun.elapsed();
+            let memory = images.iter().filter_map(|(name, image)| {
+                let manifest = Manifest::read(image).ok()?;
+                Some((&**name, InStore::pin(manifest)?))
+            });
+            let memory = memory.collect();
             match args.json {
                 true => output::json(&Printed::Pod(Done {
                     pod,
                     images: &images,
+                    memory: &memory,
                     ms: text::ms(took),
                 }))?,
                 false => {
                     for (name, image) in &images {
                         line!("{name}: {}", image.display());
+                        if let Some(memory) = memory.get(&**name) {
+                            line!("{name}: {}", memory.shown());
+                        }
                     }
                     line!("{pod} goes on, after {:.1} s", took.as_secs_f64());
                 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
+use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
 use tokio::sync::oneshot;
@@ -19,7 +20,7 @@ use super::error::CheckpointError;
 use super::source::Source;
 use crate::containerd::{CallError, Containerd, Image};
 use crate::moves::is_firns;
-use crate::oci_image::{self, ImageError, Layout};
+use crate::oci_image::{self, ImageError, Index, Layout, media};
 use crate::outlet::Outlet;
 use crate::output::note;
 use crate::place::Place;
@@ -111,6 +112,22 @@ impl Target {
                 Ok(bytes)
             }
             Self::Dir(path, _) => directory(source, path, steps).await,
+        }
+    }
+
+    /// The manifest of a checkpoint that may need the store: a file does not. What cannot be read is reported
+    /// by whoever looks at the checkpoint.
+    pub async fn manifest(&self, containerd: &Containerd) -> Option<Manifest> {
+        match self {
+            Self::Image(name, _) => {
+                let target = containerd.image(name).await.ok()??.target?;
+                let index = Index::read(containerd, name, &target.digest).await.ok()?;
+                let part = index.part(media::CHECKPOINT)?;
+                let bytes = oci_image::manifest(containerd, part).await.ok()??;
+                Manifest::decode(&bytes, Path::new(name)).ok()
+            }
+            Self::File(..) => None,
+            Self::Dir(path, _) => Manifest::read(&path.join(names::ARCHIVE_IMAGE)).ok()?,
         }
     }
 

@@ -1,8 +1,8 @@
 //! `RestorePod`: makes the pod by containerd's own calls, and has each container restored when it is started.
 //!
 //! The shim restores the container by an annotation, as for `firn.dev/restore-from` of a pod. There it names
-//! a link below [`names::POD_CHECKPOINTS`], which it follows for a container of this sandbox alone, and removes
-//! when that was started.
+//! a link below [`names::POD_CHECKPOINTS`]. The shim follows it for a container of this sandbox alone, and
+//! removes it when that was started.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, DirBuilder};

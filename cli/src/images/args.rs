@@ -16,7 +16,7 @@ pub enum ImagesCommand {
     #[command(
         about = "List the checkpoints of this node",
         after_help = "Examples:\n  firn images ls\n  firn images ls --json\n\n\
-                      Exit status: 0 done, 1 a place could not be read, 2 wrong usage."
+                      Exit status: 0 done, 1 a place could not be read or memory is missing, 2 wrong usage."
     )]
     Ls(ListArgs),
     #[command(

@@ -19,8 +19,8 @@ use crate::image::{self, Found, Sizes};
 use crate::leftovers::{self, Leftover};
 use crate::oci_image::{self, ImageError, Index, Part, media};
 use crate::output::note;
-use crate::text;
 use crate::view::holds_image;
+use crate::{stored, text};
 
 /// Where a checkpoint is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -45,7 +45,7 @@ pub struct Checkpoint {
     /// Of containerd, or of Kubernetes.
     pub namespace: String,
     pub manifest: Option<Manifest>,
-    /// Why its manifest cannot be read.
+    /// Why its manifest cannot be read, or its memory is missing.
     pub failure: Option<ProblemReport>,
     /// The container, and the image that it began with.
     pub container: Option<String>,
@@ -89,7 +89,8 @@ pub struct Shown<'a> {
     sizes: Sizes,
     /// Its size in bytes.
     bytes: u64,
-    /// Why its manifest cannot be read; absent if it can be read, or if there is none.
+    /// Why its manifest cannot be read, or its memory is not in the node's store; absent if both are as they
+    /// should be, or if there is no manifest.
     failure: Option<&'a ProblemReport>,
 }
 
@@ -112,6 +113,14 @@ impl Checkpoint {
             bytes: self.sizes.all(),
             failure: self.failure.as_ref(),
         }
+    }
+
+    /// Looks whether the node's store has the memory that it needs. Returns whether that is so.
+    pub fn look_for_memory(&mut self) -> bool {
+        let missing = self.manifest.as_ref().and_then(stored::missing);
+        let is_there = missing.is_none();
+        self.failure = self.failure.take().or(missing);
+        is_there
     }
 
     /// The index in a store that it needs.

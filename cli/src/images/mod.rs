@@ -33,9 +33,12 @@ pub fn run(command: &ImagesCommand) -> Result<bool> {
     }
 }
 
-/// True: every place could be read.
+/// True: every place could be read, and no memory is missing.
 fn ls(args: &ListArgs) -> Result<bool> {
-    let (found, is_whole) = find::find(&args.common)?;
+    let (mut found, mut is_whole) = find::find(&args.common)?;
+    for checkpoint in &mut found {
+        is_whole &= checkpoint.look_for_memory();
+    }
     if args.common.json {
         output::json(&Checkpoints {
             checkpoints: found.iter().map(Checkpoint::shown).collect(),

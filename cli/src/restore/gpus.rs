@@ -10,7 +10,7 @@ use firn_remap::GpuAssignment;
 
 use super::error::RestoreError;
 use crate::args::restore::RestoreArgs;
-use crate::{plan, program};
+use crate::{plan, program, stored};
 
 /// Pairs of GPUs, old and new.
 pub type Pairs = Vec<(String, String)>;
@@ -89,13 +89,16 @@ fn among(gpus: &str, here: &Here, spec: &mut Spec, manifest: &Manifest) -> Resul
     Ok(pairs.collect::<Vec<_>>().join(","))
 }
 
-/// What the shim would decide for this spec.
+/// What the shim would decide for this spec, if the memory of the checkpoint is here.
 pub fn plan(
     here: &Here,
     spec: &Spec,
     manifest: Option<&Manifest>,
     bundle: &Path,
 ) -> Result<Pairs, RestoreError> {
+    if let Some(missing) = manifest.and_then(stored::missing) {
+        return Err(RestoreError::Plan(missing));
+    }
     let Some(manifest) = manifest.filter(|manifest| manifest.has_gpu_state()) else {
         return Ok(Pairs::new());
     };

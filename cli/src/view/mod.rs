@@ -21,6 +21,7 @@ use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};
 use crate::image::{self, Found, Left};
 use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
 use crate::place::Place;
+use crate::stored;
 use crate::work_dir::WorkDir;
 use args::SubjectArgs;
 use bytes::Bytes;
@@ -108,9 +109,12 @@ impl View {
         Ok(opened.map_err(ProblemReport::from)?)
     }
 
-    /// What the image holds, and why it is not complete.
+    /// What the image holds, and why it is not complete, or its memory not in the store.
     pub fn look(&self) -> (Found, Option<ProblemReport>) {
-        image::look(&self.dir, &self.left)
+        let (found, failure) = image::look(&self.dir, &self.left);
+        let missing = || stored::missing(found.manifest.as_ref()?);
+        let failure = failure.or_else(missing);
+        (found, failure)
     }
 
     /// Bytes of memory that were not read.

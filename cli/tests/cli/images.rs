@@ -152,6 +152,26 @@ fn what_is_in_use_is_not_removed() {
 }
 
 #[test]
+fn a_checkpoint_without_its_memory_is_listed_as_such() {
+    let node = node();
+    let store = Store::open(&node.path("store"), &Packing::default()).expect("a store");
+    let warm = node.path("from/ml/warm");
+    let index = index_of(&store, None, &warm);
+    names(&node, &warm.join("checkpoint"), index);
+    let (status, _, shown) = images(&node, &["ls"]);
+    assert_eq!(status, Some(0), "{shown}");
+    std::fs::remove_file(store.root().join(index.image_path())).expect("removed");
+    let (status, listed, shown) = images(&node, &["ls"]);
+    assert_eq!(status, Some(1));
+    assert!(shown.contains("memory missing"), "{shown}");
+    let name = json!(warm.display().to_string());
+    let all = listed["checkpoints"].as_array().expect("a list");
+    let one = all.iter().find(|one| one["name"] == name).expect("it is listed");
+    assert_eq!(one["failure"]["code"], json!("FIRN-STORE-MISSING"));
+    assert!(one["gpus"].is_array(), "the manifest is there: {one}");
+}
+
+#[test]
 fn without_containerd_nothing_is_removed() {
     let node = node();
     let warm = node.path("from/ml/warm").display().to_string();

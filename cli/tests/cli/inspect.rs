@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-use firn_image::manifest::{Origin, StoredMemory};
-use firn_image::store::Digest;
+use firn_image::manifest::{Manifest, Origin, StoredMemory};
+use firn_image::store::{Digest, Index, Packing, Piece, Store};
 use serde_json::{Value, json};
 
 use crate::node::{Node, text, uuid, value};
@@ -56,6 +56,83 @@ fn inspect_shows_memory_that_is_in_a_store() {
     }
     let bulk = value(&node.firn(&["inspect", "--json", "image"]))["manifest"]["bulk"].clone();
     assert_eq!(bulk["written"], json!(12 << 20));
+}
+
+/// The memory of the image in the node's store, whose index names one extent.
+fn in_store(node: &Node) -> (Store, Index, Digest) {
+    node.configure(&format!("[images]\nstore = {:?}", node.path("store")));
+    let store = Store::create(&node.path("store"), &Packing::default()).expect("a store");
+    let writer = store.writer(None).expect("a writer");
+    let extent = writer.put(&[7; 8192]).expect("an extent");
+    let index = Index {
+        checkpoint: node.manifest().checkpoint,
+        made: 1,
+        container: "job".to_owned(),
+        host: "node".to_owned(),
+        machine: None,
+        owner: None,
+        image: node.path("image"),
+        mount: None,
+        pieces: vec![Piece {
+            pid: 7,
+            address: 0x1000,
+            length: 8192,
+            extents: vec![extent],
+        }],
+    };
+    let id = writer.finish(&index).expect("an index");
+    let bulk = Some(StoredMemory {
+        store: store.id().to_owned(),
+        index: id,
+        bytes: 8192,
+        written: 8192,
+        reused: 0,
+    });
+    let manifest = Manifest {
+        bulk,
+        ..node.manifest()
+    };
+    manifest.write(&node.path("image")).expect("a manifest");
+    (store, index, id)
+}
+
+/// Whoever looks at a checkpoint sees that the store has lost its memory.
+#[test]
+fn every_look_at_a_checkpoint_shows_that_its_memory_is_missing() {
+    let node = Node::new();
+    let (store, index, id) = in_store(&node);
+    let looks: [&[&str]; 3] = [
+        &["inspect", "image"],
+        &["audit", "image", "--target", "inventory.json"],
+        &["plan", "image", "--spec", "config.json"],
+    ];
+    let seen = |how: &str, is_missing: bool| {
+        for look in looks {
+            let output = node.firn(look);
+            let shown = text(&output);
+            assert_eq!(
+                (output.status.code() == Some(0), shown.contains("memory missing")),
+                (!is_missing, is_missing),
+                "{how}, {look:?}:\n{shown}"
+            );
+            assert!(!is_missing || shown.contains("FIRN-STORE-MISSING"), "{shown}");
+        }
+        let output = node.firn(&["inspect", "image", "--json"]);
+        let code = value(&output)["failure"]["code"].clone();
+        assert_eq!(code == json!("FIRN-STORE-MISSING"), is_missing, "{code}");
+    };
+    seen("whole", false);
+    let extent = index.pieces[0].extents[0].expect("it is not zero");
+    let extent = store.root().join(extent.extent_path());
+    let kept = std::fs::read(&extent).expect("read");
+    std::fs::remove_file(&extent).expect("removed");
+    seen("without an extent", true);
+    std::fs::write(&extent, kept).expect("written");
+    seen("whole again", false);
+    std::fs::remove_file(store.root().join(id.image_path())).expect("removed");
+    seen("without the index", true);
+    node.configure("");
+    seen("without a store", true);
 }
 
 #[test]

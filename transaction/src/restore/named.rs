@@ -109,7 +109,8 @@ impl Named {
     }
 }
 
-/// Removes what only the restore of this container has needed: an unpacked image, or the link of a pod's part.
+/// Removes what only the restore of this container has needed: an unpacked image, or the link of a pod's
+/// part.
 pub async fn remove_used(prepared: &PreparedRestore, bundle: &Path) {
     remove_unpacked(bundle).await;
     if let Some(link) = prepared.link.clone() {

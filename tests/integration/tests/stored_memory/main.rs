@@ -5,6 +5,7 @@ mod copies;
 mod delta;
 mod encrypted;
 mod events;
+mod looks;
 mod named;
 mod progress;
 mod rescued;
@@ -26,6 +27,7 @@ use copies::{an_exported_image_needs_no_store, an_imported_image_has_its_memory_
 use delta::a_second_checkpoint_writes_what_has_changed;
 use encrypted::an_encrypted_store_needs_its_key;
 use events::containerd_shows_the_phases;
+use looks::what_depends_on_the_store_shows_it;
 use named::gc_keeps_the_memory_of_a_named_checkpoint;
 use progress::{a_copy_that_takes_long_is_shown, a_dump_that_fails_ends_the_copy};
 use rescued::gc_keeps_the_memory_of_a_rescued_image;
@@ -357,5 +359,6 @@ fn main() -> ExitCode {
         gc_keeps_the_memory_of_a_named_checkpoint [FORKY, TRIXIE];
         gc_removes_nothing_while_checkpoints_are_not_mounted [FORKY];
         a_file_has_all_memory [FORKY];
+        what_depends_on_the_store_shows_it [FORKY];
     })
 }

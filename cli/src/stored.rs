@@ -1,0 +1,81 @@
+//! Memory of a checkpoint that lies in the node's store, without which it cannot be restored: what is shown
+//! of it, its pin, and whether it is there.
+
+use firn_config::{Config, Keys};
+use firn_host::ProblemReport;
+use firn_image::manifest::{Manifest, StoredMemory};
+use firn_image::memory::call::{Stored, complete};
+use firn_image::store::{Digest, Packing, Pin, Reader, Store};
+use serde::Serialize;
+
+use crate::output::note;
+use crate::text;
+
+/// Memory of a checkpoint that lies in a store. The checkpoint cannot be restored without it.
+#[derive(Serialize)]
+#[cfg_attr(test, derive(schemars::JsonSchema))]
+pub struct InStore {
+    /// Id of the store.
+    store: String,
+    /// Id of the checkpoint in the store.
+    index: Digest,
+    /// Bytes of memory.
+    bytes: u64,
+    /// Whether it is kept until `firn images prune` has removed the checkpoint, or until `firn store unpin`.
+    pinned: bool,
+}
+
+impl InStore {
+    /// Pins the memory of a checkpoint that was just made, if a store has some of it.
+    pub fn pin(manifest: Option<Manifest>) -> Option<Self> {
+        let memory = manifest?.bulk?;
+        let pinned = pin(&memory);
+        if let Err(error) = &pinned {
+            let index = memory.index.short();
+            note!("firn: `firn store gc` may remove the memory of the checkpoint, {index}: {error}");
+        }
+        Some(Self {
+            store: memory.store,
+            index: memory.index,
+            bytes: memory.bytes,
+            pinned: pinned.is_ok(),
+        })
+    }
+
+    /// For people.
+    pub fn shown(&self) -> String {
+        format!("memory: {} in store {}", text::bytes(self.bytes), self.store)
+    }
+}
+
+fn pin(memory: &StoredMemory) -> Result<(), ProblemReport> {
+    let images = Config::load(Keys::STORE)?.images;
+    // Without a store the checkpoint would have failed.
+    if let Some(path) = images.store {
+        let store = Store::open(&path, &Packing::with_key(images.store_key.as_deref())?)?;
+        store.pin(&memory.index, Pin::Checkpoint)?;
+    }
+    Ok(())
+}
+
+/// Why the memory of a checkpoint is not in this node's store. None: it is there, or none of it is in a
+/// store. The content of extents is not read.
+pub fn missing(manifest: &Manifest) -> Option<ProblemReport> {
+    let memory = manifest.bulk.clone()?;
+    let images = match Config::load(Keys::STORE) {
+        Ok(config) => config.images,
+        Err(error) => return Some(error.into()),
+    };
+    let looked = complete(&Stored {
+        store: images.store,
+        key: images.store_key,
+        memory,
+        checkpoint: Some(manifest.checkpoint.clone()),
+        reader: Reader::Root,
+    });
+    let report = ProblemReport::from(looked.err()?);
+    Some(ProblemReport {
+        message: format!("memory missing: {}", report.message),
+        ..report
+    })
+}
