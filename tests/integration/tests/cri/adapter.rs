@@ -217,18 +217,9 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         states.push(copy.state()?.replace("CONTAINER_", ""));
         ensure!(copy.status()?["startedAt"] == "0", "it was started");
     }
-    ensure!(
-        cri.host.gpu_memory()?.iter().all(|mib| *mib == 0),
-        "a process runs"
-    );
-    // Somebody who has read the annotation.
-    let node = cri.host.node();
-    let name = node.run(&["ls", LINKS])?.stdout.trim().to_owned();
-    let known = json!({ "firn.dev/restore-from": format!("pod:{name}") });
-    let other = cri.pod_annotated("other", &known)?;
-    let code = crate::named::refused_as(&other, "a", &on(1))?;
-    ensure!(code == "FIRN-RESTORE-FROM", "another pod: {code}");
     let used = || -> Result<Vec<bool>> { Ok(cri.host.gpu_memory()?.iter().map(|mib| *mib > 0).collect()) };
+    ensure!(!used()?.contains(&true), "a process runs");
+    let name = expect_own(cri)?;
     for (copy, gpus) in copies.iter().zip([[false, true], [true, true]]) {
         copy.start()?;
         // What the log of a process has that began again is a fault.
@@ -238,13 +229,7 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         ensure!(written.contains("text"), "the written file has {written:?}");
         ensure!(used()? == gpus, "GPUs in use: {:?}", used()?);
     }
-    let links = node.run(&["ls", &format!("{LINKS}/{name}")])?.stdout;
-    ensure!(links.is_empty(), "links of started containers: {links}");
-    let log = node.read("/var/log/containerd.log")?;
-    ensure!(
-        log.contains("is restored from a pod's checkpoint") && !log.contains(&format!("{LINKS}/{name}")),
-        "the log has the name {name}"
-    );
+    expect_used(cri, &name)?;
     pod.remove(&copies.iter().collect::<Vec<_>>())?;
     adapter.stop()?;
     // What is stale goes when it starts.
@@ -257,6 +242,30 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         codes.join(", "),
         states.join(", ")
     ))
+}
+
+/// The name by which the pod's containers find their checkpoints: it counts for no other pod.
+fn expect_own(cri: Cri<'_>) -> Result<String> {
+    let name = cri.host.node().run(&["ls", LINKS])?.stdout.trim().to_owned();
+    // Somebody who has read the annotation.
+    let known = json!({ "firn.dev/restore-from": format!("pod:{name}") });
+    let other = cri.pod_annotated("other", &known)?;
+    let code = crate::named::refused_as(&other, "a", &on(1))?;
+    ensure!(code == "FIRN-RESTORE-FROM", "another pod: {code}");
+    Ok(name)
+}
+
+/// Nothing is left of that name when the containers are started, and nobody has logged it.
+fn expect_used(cri: Cri<'_>, name: &str) -> Result<()> {
+    let node = cri.host.node();
+    let links = node.run(&["ls", &format!("{LINKS}/{name}")])?.stdout;
+    ensure!(links.is_empty(), "links of started containers: {links}");
+    let log = node.read("/var/log/containerd.log")?;
+    ensure!(
+        log.contains("is restored from a pod's checkpoint") && !log.contains(&format!("{LINKS}/{name}")),
+        "the log has the name {name}"
+    );
+    Ok(())
 }
 
 /// Without what follows the code of gRPC.
