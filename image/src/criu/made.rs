@@ -5,7 +5,8 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-use super::tasks::{Allowed, Core, Creds, Filters, Thread};
+use super::seccomp::Filters;
+use super::tasks::{Allowed, Core, Creds, Thread};
 use super::{Host, ImageFault, mounts, namespaces, numbers};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::procfs;

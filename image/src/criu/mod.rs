@@ -19,6 +19,7 @@ pub mod memory;
 mod mounts;
 mod namespaces;
 mod processes;
+mod seccomp;
 pub(crate) mod shared_memory;
 mod stopped;
 mod tasks;

@@ -1,5 +1,6 @@
 //! Tasks and their threads: credentials, capabilities, seccomp, labels, limits.
 
+use super::seccomp::{DeniedCalls, Filters};
 use super::wire::{Message, WireError};
 use super::{Host, Image, ImageFault, missing};
 use firn_oci::Spec;
@@ -7,16 +8,12 @@ use firn_oci::spec::capability;
 
 pub(super) const PSTREE_MAGIC: u32 = 0x5027_3030;
 pub(super) const CORE_MAGIC: u32 = 0x5505_3847;
-const SECCOMP_MAGIC: u32 = 0x6441_3049;
 
 /// States of a task as CRIU numbers them.
 const ALIVE: u32 = 1;
 pub(super) const DEAD: u32 = 2;
 pub(super) const STOPPED: u32 = 3;
 pub(super) const ZOMBIE: u32 = 6;
-
-/// Seccomp with a filter, as the kernel numbers it.
-const FILTER: u32 = 2;
 
 /// Scheduling policies that take the CPU from others.
 const REALTIME: [u32; 3] = [1, 2, 6];
@@ -93,60 +90,6 @@ pub(super) fn check(spec: &Spec, image: &Image, host: &Host) -> Result<Vec<Task>
         });
     }
     Ok(tasks)
-}
-
-/// The seccomp filters of an image, or of the kernel.
-pub(super) struct Filters(Vec<Filter>);
-
-struct Filter {
-    /// The filter that applies as well.
-    before: Option<u32>,
-    /// CRIU gives it to all threads of the process at once, and the image has it with the first thread alone.
-    is_for_all: bool,
-}
-
-impl Filters {
-    fn read(image: &Image) -> Result<Self, ImageFault> {
-        const FOR_ALL: u32 = 1;
-        let all = image.read_one("seccomp.img", SECCOMP_MAGIC, |message| {
-            message.each(1, |filter| {
-                Ok(Filter {
-                    before: filter.number(2)?,
-                    is_for_all: filter.number(3)?.unwrap_or(0) & FOR_ALL != 0,
-                })
-            })
-        })?;
-        Ok(Self(all.unwrap_or_default()))
-    }
-
-    /// As the kernel reports them: whether there is one.
-    pub(super) fn of_kernel() -> Self {
-        Self(vec![Filter {
-            before: None,
-            is_for_all: false,
-        }])
-    }
-
-    fn get(&self, number: u32) -> Option<&Filter> {
-        self.0.get(usize::try_from(number).ok()?)
-    }
-
-    /// Whether a thread that has these filters gives them to the others of its process.
-    fn are_for_all(&self, (mode, filter): (u32, Option<u32>)) -> bool {
-        let mut next = filter.filter(|_| mode == FILTER);
-        if next.is_none() {
-            return false;
-        }
-        // A chain that leads in a circle has no end.
-        for _ in 0..self.0.len() {
-            match next.map(|number| self.get(number)) {
-                None => return true,
-                Some(Some(filter)) if filter.is_for_all => next = filter.before,
-                Some(_) => return false,
-            }
-        }
-        next.is_none()
-    }
 }
 
 impl Core {
@@ -232,6 +175,7 @@ pub(super) struct Allowed<'a> {
     /// Number of the limit and its hard value, with its name.
     rlimits: Vec<(usize, u64, String)>,
     oom_score_adj: i32,
+    denied_calls: DeniedCalls,
     /// Whose processes can be nobody else.
     users: Option<u32>,
     groups: Option<Vec<u32>>,
@@ -270,6 +214,7 @@ impl<'a> Allowed<'a> {
             },
             rlimits,
             oom_score_adj,
+            denied_calls: DeniedCalls::of(spec),
             users: user.filter(|_| stays("CAP_SETUID")),
             groups: Some(groups).filter(|_| stays("CAP_SETGID")),
             user_map: spec.makes_user_namespace().then(maps).transpose()?,
@@ -343,16 +288,23 @@ impl<'a> Allowed<'a> {
         None
     }
 
-    /// No seccomp filter although the spec has one.
+    /// No seccomp filter although the spec has one, or one that lets through what the spec's denies.
     fn other_filter(&self, thread: &Thread, filters: &Filters, has_firsts: bool) -> Option<Excess> {
         let (mode, filter) = thread.seccomp;
-        let is_there = filter.is_some_and(|filter| filters.get(filter).is_some());
-        let is_firsts = has_firsts && mode == 0;
-        if !self.spec.has_seccomp() || is_firsts || (mode == FILTER && is_there) {
+        if !self.spec.has_seccomp() || (has_firsts && mode == 0) {
             return None;
         }
-        let found = format_args!("mode {mode}, filter {filter:?}");
-        excess("seccomp", found, "a filter")
+        match filters.permitted(thread.seccomp, &self.denied_calls) {
+            Some(None) => None,
+            Some(Some(call)) => {
+                let found = format_args!("a filter that permits {call}");
+                excess("seccomp", found, "a profile that denies it")
+            }
+            None => {
+                let found = format_args!("mode {mode}, filter {filter:?}");
+                excess("seccomp", found, "a filter")
+            }
+        }
     }
 
     /// A user or group that the spec does not give.

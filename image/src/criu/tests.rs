@@ -71,6 +71,12 @@ pub(in crate::criu) fn write_file(path: &Path, magic: u32, messages: &[Out]) {
     std::fs::write(path, bytes).unwrap();
 }
 
+/// A seccomp filter that always answers this.
+fn answer(answer: u32) -> [u8; 8] {
+    let [a, b, c, d] = answer.to_ne_bytes();
+    [6, 0, 0, 0, a, b, c, d]
+}
+
 /// A mount as the image lists it.
 type Mounted = (u64, u64, u64, u64, u64, &'static str, &'static str, &'static str);
 
@@ -82,6 +88,8 @@ struct Given {
     no_new_privs: u64,
     seccomp: u64,
     filter: u64,
+    /// What the filter answers to every system call.
+    answer: u32,
     /// Flags of the filter, and the seccomp mode of the second thread.
     filter_flags: u64,
     second_seccomp: u64,
@@ -149,6 +157,7 @@ fn given() -> Given {
         seccomp: 2,
         filter: 0,
         filter_flags: 0,
+        answer: 0x0005_0001,
         second_seccomp: 2,
         label: "confined",
         user: 1000,
@@ -240,7 +249,12 @@ impl Given {
         file(
             "seccomp.img",
             0x6441_3049,
-            &[Out::new().message(1, &Out::new().bytes(1, b"filter").number(3, self.filter_flags))],
+            &[Out::new().message(
+                1,
+                &Out::new()
+                    .bytes(1, &answer(self.answer))
+                    .number(3, self.filter_flags),
+            )],
         );
         let extent = (1..)
             .zip(self.user_map)

@@ -1,8 +1,10 @@
 //! What a spec permits the processes of its container.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use caps::Capability;
+use firn_host::ordered;
 use oci_spec::runtime::{LinuxIdMapping, PosixRlimit, User};
 use serde::Deserialize;
 use serde_json::Value;
@@ -13,6 +15,36 @@ use super::{Spec, SpecError};
 pub fn capability(name: &str) -> u64 {
     name.parse::<Capability>()
         .map_or(0, |capability| capability.bitmask())
+}
+
+/// A seccomp profile, as far as it decides about a system call whatever its arguments are.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Profile {
+    /// Names of the architectures, in addition to that of the host.
+    pub architectures: BTreeSet<String>,
+    /// Whether it permits what it does not name.
+    pub permits_others: bool,
+    /// Whether it leaves a decision to another process.
+    pub asks: bool,
+    /// Permitted, at least with some arguments.
+    permitted: BTreeSet<String>,
+    /// Denied with all arguments.
+    denied: BTreeSet<String>,
+}
+
+impl Profile {
+    /// Whether the system call of this name is denied, whatever its arguments are.
+    pub fn denies(&self, name: &str) -> bool {
+        !self.permitted.contains(name) && (!self.permits_others || self.denied.contains(name))
+    }
+}
+
+fn permits(action: &Value) -> bool {
+    action == "SCMP_ACT_ALLOW" || action == "SCMP_ACT_LOG"
+}
+
+fn asks(action: &Value) -> bool {
+    action == "SCMP_ACT_NOTIFY" || action == "SCMP_ACT_TRACE"
 }
 
 impl Spec {
@@ -48,6 +80,33 @@ impl Spec {
             }
             _ => false,
         }
+    }
+
+    /// What its seccomp profile decides; none if it has no profile.
+    pub fn seccomp(&self) -> Option<Profile> {
+        let seccomp = self.at("/linux/seccomp").filter(|seccomp| seccomp.is_object())?;
+        let texts = |value: &Value| {
+            let texts = value.as_array().into_iter().flatten().filter_map(Value::as_str);
+            texts.map(str::to_owned).collect::<Vec<String>>()
+        };
+        let mut profile = Profile {
+            architectures: ordered::set_of(texts(&seccomp["architectures"])),
+            permits_others: permits(&seccomp["defaultAction"]),
+            asks: asks(&seccomp["defaultAction"]),
+            permitted: BTreeSet::new(),
+            denied: BTreeSet::new(),
+        };
+        for rule in self.array("/linux/seccomp/syscalls") {
+            let names = texts(&rule["names"]);
+            let is_for_all = rule["args"].as_array().is_none_or(Vec::is_empty);
+            profile.asks |= asks(&rule["action"]);
+            if permits(&rule["action"]) {
+                profile.permitted.extend(names);
+            } else if is_for_all {
+                profile.denied.extend(names);
+            }
+        }
+        Some(profile)
     }
 
     /// The label with which AppArmor or SELinux confines the container.
@@ -147,6 +206,35 @@ mod tests {
         assert_eq!(spec.capabilities("bounding"), 1 | 1 << 40);
         assert_eq!(spec.capabilities("permitted"), 0);
         assert!(!spec.has_sys_admin() && !spec.may_mount());
+    }
+
+    #[test]
+    fn a_profile_denies_what_no_rule_permits() {
+        let spec = |default: &str| {
+            Spec::from(json!({"linux": {"seccomp": {
+                "defaultAction": default,
+                "architectures": ["SCMP_ARCH_X86"],
+                "syscalls": [
+                    {"names": ["read", "clone"], "action": "SCMP_ACT_ALLOW", "args": []},
+                    {"names": ["personality"], "action": "SCMP_ACT_ALLOW", "args": [{"index": 0}]},
+                    {"names": ["mount", "clone"], "action": "SCMP_ACT_ERRNO"},
+                    {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "args": [{"index": 0}]},
+                ],
+            }}}))
+        };
+        let denied = |default| {
+            let profile = spec(default).seccomp().unwrap();
+            assert!(profile.architectures.contains("SCMP_ARCH_X86") && !profile.asks);
+            let names = ["read", "clone", "personality", "mount", "socket", "bpf"];
+            names
+                .into_iter()
+                .filter(|name| profile.denies(name))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(denied("SCMP_ACT_ERRNO"), ["mount", "socket", "bpf"]);
+        assert_eq!(denied("SCMP_ACT_ALLOW"), ["mount"]);
+        assert!(spec("SCMP_ACT_NOTIFY").seccomp().unwrap().asks);
+        assert_eq!(process(json!({})).seccomp(), None);
     }
 
     #[test]

@@ -30,6 +30,10 @@ pub(super) const HOSTILE: &[Hostile] = &[
         image.filter = 1
     }),
     ("seccomp of thread 8 is mode 0", |image| image.second_seccomp = 0),
+    (
+        "seccomp of thread 1 is a filter that permits read (SCMP_ARCH_",
+        |image| image.answer = 0x7fff_0000,
+    ),
     ("the security label of thread 1 is unconfined", |image| {
         image.label = "unconfined"
     }),

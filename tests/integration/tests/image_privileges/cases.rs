@@ -78,6 +78,14 @@ pub const CASES: &[Case] = &[
             Ok(())
         })
     }),
+    case("a seccomp filter that permits everything", |dir| {
+        edit(&dir.join("seccomp.img"), |messages| {
+            messages[0].each(1, |filter| {
+                filter.set_bytes(1, &[6, 0, 0, 0, 0, 0, 0xff, 0x7f]);
+                Ok(())
+            })
+        })
+    }),
     case("another user", |dir| {
         creds(dir, |creds| {
             for id in [1, 3, 5, 7] {

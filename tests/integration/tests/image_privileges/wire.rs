@@ -89,8 +89,12 @@ impl Message {
     }
 
     pub fn set_text(&mut self, field: u64, text: &str) {
+        self.set_bytes(field, text.as_bytes());
+    }
+
+    pub fn set_bytes(&mut self, field: u64, bytes: &[u8]) {
         self.remove(field);
-        self.0.push((field, Value::Bytes(text.into())));
+        self.0.push((field, Value::Bytes(bytes.into())));
     }
 
     pub fn push(&mut self, field: u64, message: &Self) {

@@ -1,0 +1,109 @@
+//! The seccomp filters of an image, and which of them apply to a thread.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use super::{DeniedCalls, Program};
+use crate::criu::{Image, ImageFault};
+
+const SECCOMP_MAGIC: u32 = 0x6441_3049;
+
+/// Seccomp with a filter, as the kernel numbers it.
+const FILTER: u32 = 2;
+
+/// Most filters that apply to a thread: the kernel counts four instructions for each in addition to its own.
+const MOST: usize = 32_768 / 5;
+
+/// The seccomp filters of an image, or of the kernel.
+pub(in crate::criu) struct Filters {
+    all: Vec<Filter>,
+    /// What those that apply together let through, by the last of them.
+    permitted: RefCell<BTreeMap<u32, Option<String>>>,
+}
+
+struct Filter {
+    program: Option<Program>,
+    /// The filter that applies as well.
+    before: Option<u32>,
+    /// CRIU gives it to all threads of the process at once, and the image has it with the first thread alone.
+    is_for_all: bool,
+}
+
+impl Filters {
+    pub(in crate::criu) fn read(image: &Image) -> Result<Self, ImageFault> {
+        const NAME: &str = "seccomp.img";
+        const FOR_ALL: u32 = 1;
+        let all = image.read_one(NAME, SECCOMP_MAGIC, |message| {
+            message.each(1, |filter| {
+                Ok(Filter {
+                    program: Program::parse(filter.bytes(1)?.unwrap_or_default()),
+                    before: filter.number(2)?,
+                    is_for_all: filter.number(3)?.unwrap_or(0) & FOR_ALL != 0,
+                })
+            })
+        })?;
+        let all = all.unwrap_or_default();
+        if all.iter().any(|filter| filter.program.is_none()) {
+            return Err(ImageFault::malformed(
+                NAME,
+                "a filter that the kernel does not take",
+            ));
+        }
+        Ok(Self::of(all))
+    }
+
+    /// As the kernel reports them: whether there is one.
+    pub(in crate::criu) fn of_kernel() -> Self {
+        Self::of(vec![Filter {
+            program: None,
+            before: None,
+            is_for_all: false,
+        }])
+    }
+
+    fn of(all: Vec<Filter>) -> Self {
+        let permitted = RefCell::default();
+        Self { all, permitted }
+    }
+
+    fn get(&self, number: u32) -> Option<&Filter> {
+        self.all.get(usize::try_from(number).ok()?)
+    }
+
+    /// All that apply with this one, the last one first. None if there are more than the kernel takes, if one
+    /// is missing or if they lead in a circle.
+    fn chain(&self, last: u32) -> Option<Vec<&Filter>> {
+        let (mut found, mut next) = (Vec::new(), Some(last));
+        while let Some(number) = next {
+            let filter = self.get(number).filter(|_| found.len() < MOST)?;
+            found.push(filter);
+            next = filter.before;
+        }
+        Some(found)
+    }
+
+    /// Whether a thread that has these filters gives them to the others of its process.
+    pub(in crate::criu) fn are_for_all(&self, (mode, filter): (u32, Option<u32>)) -> bool {
+        let chain = filter
+            .filter(|_| mode == FILTER)
+            .and_then(|last| self.chain(last));
+        chain.is_some_and(|chain| chain.iter().all(|filter| filter.is_for_all))
+    }
+
+    /// Whether a thread has a filter, and if so what its filters let through that is denied.
+    pub(in crate::criu) fn permitted(
+        &self,
+        (mode, filter): (u32, Option<u32>),
+        denied: &DeniedCalls,
+    ) -> Option<Option<String>> {
+        let last = filter.filter(|_| mode == FILTER)?;
+        if let Some(known) = self.permitted.borrow().get(&last) {
+            return Some(known.clone());
+        }
+        let chain = self.chain(last)?;
+        let programs: Option<Vec<&Program>> = chain.iter().map(|filter| filter.program.as_ref()).collect();
+        let found = programs.and_then(|programs| denied.permitted(&programs).map(ToString::to_string));
+        self.permitted.borrow_mut().insert(last, found.clone());
+        Some(found)
+    }
+}
