@@ -24,6 +24,12 @@ pub enum ImageError {
     #[error("cannot {action}")]
     #[problem("FIRN-FILE", "see the cause, and `df` of that file system")]
     File { action: String, source: io::Error },
+    #[error("cannot unpack {digest}")]
+    #[problem(
+        "FIRN-IMAGE-UNREADABLE",
+        "take the checkpoint from its origin again; it has nothing but CRIU's files, which are regular files"
+    )]
+    Entry { digest: String, source: io::Error },
     #[error(transparent)]
     #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
     Call(#[from] CallError),

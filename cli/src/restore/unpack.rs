@@ -55,11 +55,13 @@ pub async fn unpack(
         .join()
         .unwrap_or_else(|_| Err(io::Error::other("the thread has ended")));
     // Order matters: what cannot be written ends the sending as well.
-    unpacked.map_err(ImageError::file(format!(
-        "unpack {} into {}",
-        part.digest,
-        dir.display()
-    )))?;
+    unpacked.map_err(|source| match source.kind() {
+        io::ErrorKind::InvalidData => ImageError::Entry {
+            digest: part.digest.clone(),
+            source,
+        },
+        _ => ImageError::file(format!("unpack {} into {}", part.digest, dir.display()))(source),
+    })?;
     Ok(sent?)
 }
 

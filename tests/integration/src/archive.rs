@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use protobuf::Message;
+use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
@@ -15,6 +17,9 @@ use crate::{GpuHost, reader};
 
 /// Media type of the CRIU images.
 const CRIU: &str = "application/vnd.containerd.container.criu.checkpoint.criu.tar";
+
+/// Media type of the spec, in an `Any`.
+const SPEC: &str = "application/vnd.containerd.container.checkpoint.config.v1+proto";
 
 /// Where containerd keeps content.
 const CONTENT: &str = "/var/lib/containerd/io.containerd.content.v1.content";
@@ -88,6 +93,19 @@ impl Archive {
             |kind| kind.contains("image.layer") || kind.contains("image.rootfs.diff"),
             edit,
         )
+    }
+
+    /// Changes the spec with which the container is restored.
+    pub fn edit_spec(&mut self, edit: impl FnOnce(&mut Value)) -> Result<()> {
+        let manifests = self.index["manifests"].as_array_mut();
+        let mut parts = manifests.into_iter().flatten();
+        let part = parts.find(|part| part["mediaType"] == SPEC);
+        let part = part.context("no spec in the index")?;
+        let mut any = Any::parse_from_bytes(&fs::read(blob(self.layout.path(), part)?)?)?;
+        let mut spec = serde_json::from_slice(&any.value)?;
+        edit(&mut spec);
+        any.value = spec.to_string().into_bytes();
+        put(self.layout.path(), part, &any.write_to_bytes()?)
     }
 
     fn edit_part(

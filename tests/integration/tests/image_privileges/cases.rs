@@ -7,6 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::GPU;
 use crate::wire::{Message, edit, edit_all, named};
 
 /// A file of the node that a cgroup property leads to.
@@ -22,6 +23,16 @@ pub struct Case {
     /// The same where the manifest's own comparison finds it first.
     pub by_manifest: Option<&'static str>,
     pub edit: fn(&Path) -> Result<()>,
+}
+
+impl Case {
+    /// firn's answer to this image.
+    pub fn code_of(&self, image: &str) -> &'static str {
+        match image {
+            GPU => self.by_manifest.unwrap_or(self.code),
+            _ => self.code,
+        }
+    }
 }
 
 const fn case(what: &'static str, edit: fn(&Path) -> Result<()>) -> Case {

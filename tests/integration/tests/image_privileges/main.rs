@@ -6,7 +6,9 @@
 //! table.
 
 mod cases;
+mod fronts;
 mod made;
+mod specs;
 mod wire;
 
 use std::fmt::Write;
@@ -64,10 +66,12 @@ fn images(host: &GpuHost) -> Result<()> {
     let options = [&["--runtime", FIRN], &restrictions[..]].concat();
     let plain = Container::run(host, "job", &options, &["sh", "-c", COUNT])?;
     counts(host)?;
+    fronts::keep_bundle(host, PLAIN)?;
     plain.checkpoint(PLAIN)?;
     plain.remove()?;
     let gpu = Container::count_with(host, "job", &["0"], 1, &restrictions, &[])?;
     gpu.goes_on(3)?;
+    fronts::keep_bundle(host, GPU)?;
     gpu.checkpoint(GPU)?;
     gpu.remove()
 }
@@ -150,11 +154,7 @@ fn make(host: &GpuHost, image: &str, runtime: &str, edit: fn(&Path) -> Result<()
 fn refused(host: &GpuHost, image: &str, case: &Case) -> Result<()> {
     make(host, image, FIRN, case.edit)?;
     let output = failure(Container::restore(host, "job", HOSTILE, 1).map(drop))?;
-    let code = match image {
-        GPU => case.by_manifest.unwrap_or(case.code),
-        _ => case.code,
-    };
-    let code = format!("{code}:");
+    let code = format!("{}:", case.code_of(image));
     ensure!(output.contains(&code), "not {code} but:\n{output}");
     ensure!(output.contains("hint: "), "no hint in:\n{output}");
     ensure!(
@@ -386,7 +386,7 @@ fn mounts_stay_read_only(host: &GpuHost) -> Result<()> {
 
 /// A node with images of containers without privileges, and another container.
 fn testbed(platform: Platform, name: &str) -> Result<GpuHost> {
-    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1)])?;
+    let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1), SimGpu::h200(2)])?;
     host.node().write(HOST_FILE, "the host's")?;
     images(&host)?;
     Container::run(&host, VICTIM, &["--runtime", STOCK], &["sleep", "100000"])?;
@@ -448,5 +448,8 @@ fn main() -> ExitCode {
         made::processes_of_other_containers_are_not_continued [FORKY, TRIXIE];
         made::processes_made_by_criu_are_compared_before_they_run [FORKY, TRIXIE];
         images_that_ask_for_more_than_the_spec_are_refused [FORKY, TRIXIE];
+        fronts::every_front_end_refuses_the_same_images [FORKY, TRIXIE];
+        fronts::a_mount_behind_a_link_is_restored_as_restricted [FORKY];
+        specs::specs_that_ask_for_more_get_nothing [FORKY, TRIXIE];
     })
 }
