@@ -133,6 +133,8 @@ pub async fn read(
     for found in archive.entries().map_err(failed())? {
         let mut found = found.map_err(failed())?;
         let name = found.path().map_err(failed())?.to_string_lossy().into_owned();
+        // As `tar -C DIR .` writes them.
+        let name = name.strip_prefix("./").unwrap_or(&name);
         if let Some(hex) = name
             .strip_prefix(BLOBS)
             .filter(|_| found.header().entry_type().is_file())

@@ -180,8 +180,16 @@ fn a_file_goes_to_another_node_and_ctr_imports_it(platform: Platform) -> Result<
             b.node()
                 .run(&[&export[..], &["/srv/ctr.tar", "checkpoint/job"]].concat())?;
             b.remove_image("checkpoint/job")?;
-            b.firn(&["restore", "/srv/ctr.tar", "--name", "copy", "--gpus", "1"])?;
-            copy(b, "copy", &b.uuids()[1..])?.remove()?;
+            // What people make of it, with `./` before each name.
+            let again = "mkdir /srv/layout && tar -xf /srv/ctr.tar -C /srv/layout && \
+                         tar -C /srv/layout -cf /srv/own.tar .";
+            b.node().run(&["sh", "-c", again])?;
+            for file in ["/srv/ctr.tar", "/srv/own.tar"] {
+                let shown = b.firn(&["inspect", file])?;
+                ensure!(shown["failure"].is_null(), "{file}: {shown}");
+                b.firn(&["restore", file, "--name", "copy", "--gpus", "1"])?;
+                copy(b, "copy", &b.uuids()[1..])?.remove()?;
+            }
             a.idle()?;
             b.idle()
         },
