@@ -86,5 +86,8 @@ mod tests {
         fs::write(dir.path().join("default/job"), "").unwrap();
         assert!(!is_taken("job"));
         assert!(take("job").is_some());
+        // That nobody can tell is no "no".
+        fs::write(dir.path().join("file"), "").unwrap();
+        assert!(Alone::is_taken(dir.path(), "file", "job").is_err());
     }
 }

@@ -90,12 +90,13 @@ mod tests {
             fs::write(at(name), "x").unwrap();
         }
         symlink("/nonexistent", at("parent")).unwrap();
+        symlink("pages-1.img", at("link")).unwrap();
         // Nobody reads from it: opening it would wait.
         nix::unistd::mkfifo(&at("fifo"), Mode::S_IRUSR).unwrap();
         let go = AtomicBool::new(false);
         sync_tree(dir.path(), &go).unwrap();
         sync_files(dir.path(), |_| true, &go).unwrap();
-        assert!(sync_file(&at("parent")).is_err());
+        assert!(sync_file(&at("parent")).is_err() && sync_file(&at("link")).is_err());
         assert!(sync_file(&at("fifo")).is_err());
     }
 
@@ -107,5 +108,6 @@ mod tests {
         assert_eq!(stopped.source.kind(), ErrorKind::Interrupted);
         let gone = sync_tree(&dir.path().join("none"), &AtomicBool::new(false)).unwrap_err();
         assert_eq!(gone.path, dir.path().join("none"));
+        assert!(sync_names(&gone.path).is_err());
     }
 }

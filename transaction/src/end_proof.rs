@@ -127,3 +127,30 @@ impl fmt::Display for EndProof {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_on_its_disk_is_named_and_a_proof_says_why() {
+        let dir = tempfile::tempdir().unwrap();
+        let (inside, path) = (dir.path().join("inside"), Path::new("/srv/image"));
+        let go = AtomicBool::new(false);
+        let image = || Durable::image(&inside, path, &go);
+        assert_eq!(image().unwrap_err().path, path);
+        std::fs::create_dir(&inside).unwrap();
+        assert_eq!(image().unwrap_err().path, path.join(INVENTORY));
+        std::fs::write(inside.join(INVENTORY), "x").unwrap();
+        let proofs = [
+            (
+                EndProof::from(image().unwrap()),
+                "its checkpoint in /srv/image is on its disk",
+            ),
+            (EndProof::committed("warm"), "containerd has its checkpoint warm"),
+        ];
+        for (proof, shown) in proofs {
+            assert_eq!(proof.to_string(), shown);
+        }
+    }
+}

@@ -198,6 +198,29 @@ mod tests {
         );
     }
 
+    #[test]
+    fn shared_memory_is_read_in_blocks_that_follow_each_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let all = PAGE..BLOCK * 2 + 2 * PAGE;
+        write_pagemap(dir.path(), 7, 1, &all);
+        let runs = Pagemap::read(dir.path(), 7).unwrap().unwrap().runs;
+        let place = |bytes| {
+            [Place {
+                pid: 1,
+                at: 0x10_0000..0x10_0000 + bytes,
+                offset: 0,
+            }]
+        };
+        let read = blocks(&runs, &place(all.end)).unwrap();
+        let parts: Vec<_> = read.iter().map(|block| block.run.at.clone()).collect();
+        let (second, third) = (PAGE + BLOCK, PAGE + 2 * BLOCK);
+        assert_eq!(parts, [PAGE..second, second..third, third..all.end]);
+        let addresses: Vec<_> = read.iter().map(|block| block.address - 0x10_0000).collect();
+        assert_eq!(addresses, [PAGE, second, third]);
+        // It ends where the memory would go on.
+        assert!(blocks(&runs, &place(third)).is_none());
+    }
+
     const MAPS: &str = "\
         1000-3000 rw-s 00001000 00:01 3      /memfd:three (deleted)\n\
         3000-4000 rw-s 00000000 00:01 4      /dev/zero (deleted)\n\

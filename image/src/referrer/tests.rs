@@ -146,6 +146,24 @@ fn what_cannot_be_read_may_name_anything() {
 }
 
 #[test]
+fn a_link_to_nothing_is_lost_and_another_error_is_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = |name: &str, to: &str| {
+        let path = dir.path().join(name);
+        symlink(to, &path).unwrap();
+        leads_to_directory(&path)
+    };
+    assert!(matches!(
+        link("nothing", "none"),
+        Err(ReferrerError::Lost { path }) if path.ends_with("nothing")
+    ));
+    assert!(matches!(
+        link("loop", "loop"),
+        Err(ReferrerError::List { path, .. }) if path.ends_with("loop")
+    ));
+}
+
+#[test]
 fn an_image_directory_may_name_an_index_unless_it_names_another() {
     let dir = tempfile::tempdir().unwrap();
     let (id, other) = (Digest::of(b"index"), Digest::of(b"other"));

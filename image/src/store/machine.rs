@@ -48,6 +48,7 @@ mod tests {
         );
         assert!(!one.contains("3d1219c7"));
         assert_ne!(of("3d1219c7c4c5404aaa1f6d2a48adfda5"), Some(one));
+        assert_eq!(machine(), super::of(Path::new(PATH)));
         for none in [
             "",
             "uninitialized\n",

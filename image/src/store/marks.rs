@@ -172,3 +172,36 @@ impl Store {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+    use crate::store::Packing;
+
+    #[test]
+    fn a_mark_is_roots_alone_and_goes_through_no_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("store");
+        let store = Store::create(&root, &Packing::default()).unwrap();
+        let (one, two) = (Digest::of(b"one"), Digest::of(b"two"));
+        let since = Some(Duration::from_secs(1));
+        store.set_unreferenced(&one, since).unwrap();
+        let marks = root.join(UNREFERENCED);
+        let mode = fs::metadata(marks.join(one.to_string()))
+            .unwrap()
+            .permissions()
+            .mode();
+        assert_eq!(mode & 0o7777, 0o600);
+
+        let elsewhere = dir.path().join("elsewhere");
+        fs::write(&elsewhere, "kept").unwrap();
+        let new = marks.join(format!("{NEW}-{two}-{}", std::process::id()));
+        symlink(&elsewhere, &new).unwrap();
+        store.set_unreferenced(&two, since).unwrap_err();
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "kept");
+        assert!(!marks.join(two.to_string()).exists());
+    }
+}

@@ -291,6 +291,41 @@ mod tests {
         expect_among(&root, &records, &without).unwrap();
     }
 
+    /// By the mounts of this machine.
+    #[test]
+    fn what_is_mounted_is_found_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, records) = (dir.path().join("store"), dir.path().join("records"));
+        let find = |root: &Path| Store::find_again(root, &records, &Packing::default());
+        assert!(find(&root).unwrap().is_none());
+        let made = Store::create_again(&root, &records, &Packing::default()).unwrap();
+        assert_eq!(find(&root).unwrap().unwrap().id(), made.id());
+        let mount = mount_of(&root).unwrap();
+        assert!(root.canonicalize().unwrap().starts_with(&mount), "{mount:?}");
+
+        expect_mounted(&root, &records).unwrap();
+        // Of a file system that is not there now.
+        let last = Record {
+            store: root.clone(),
+            id: made.id().to_owned(),
+            mount_point: dir.path().join("none"),
+        };
+        write(&records, &format!("checkpoints-{}", name(&root)), &last).unwrap();
+        expect_mounted(&root, &records).unwrap_err();
+        let other = dir.path().join("other");
+        expect_mounted(&other, &records).unwrap();
+        write(
+            &records,
+            &name(&other),
+            &Record {
+                store: other.clone(),
+                ..last
+            },
+        )
+        .unwrap();
+        assert!(find(&other).is_err() && find(&root).is_ok());
+    }
+
     #[test]
     fn a_node_without_records_has_stores() {
         let dir = tempfile::tempdir().unwrap();

@@ -279,3 +279,19 @@ fn remove(dir: &UntrustedDir, name: &str, path: PathBuf) -> Result<(), StoreErro
     };
     removed.unless_absent().map_err(io("remove", path))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_goes_is_extents_and_what_was_not_finished() {
+        let decisions = Decisions {
+            kept: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            extents: [(Digest::of(b"one"), 5), (Digest::of(b"two"), 7)].into(),
+            unfinished: 11,
+        };
+        assert_eq!(decisions.bytes(), 23);
+    }
+}

@@ -325,5 +325,12 @@ mod tests {
         assert_eq!(proof_of(Some(&second)).await.unwrap(), second);
         std::fs::remove_file(second.join("inventory.img")).unwrap();
         assert!(proof_of(Some(&second)).await.is_err());
+        // Another failure than that it is gone is one.
+        std::fs::write(second.join("inventory.img"), "x").unwrap();
+        std::fs::create_dir(&of_client).unwrap();
+        std::os::unix::fs::symlink("pages-1.img", of_client.join("inventory.img")).unwrap();
+        let image = ImageDir::find(&of_client, false).await.unwrap();
+        let synced = sync(&image, Some(&second), Duration::from_secs(60), &cancel).await;
+        assert!(synced.is_err());
     }
 }

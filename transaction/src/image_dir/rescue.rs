@@ -240,6 +240,28 @@ pub mod tests {
     }
 
     #[tokio::test]
+    async fn large_files_are_copied_whole_until_the_container_is_killed() {
+        let World {
+            image, client, kept, ..
+        } = &world().await;
+        let size = 2 * CHUNK + 1;
+        let pages = File::options()
+            .write(true)
+            .open(client.join("pages-1.img"))
+            .unwrap();
+        pages.set_len(size).unwrap();
+        let limit = Duration::from_secs(60);
+        let cancel = CancellationToken::default();
+        copy_within(image, kept, limit, &cancel).await.unwrap();
+        assert_eq!(fs::metadata(kept.join("pages-1.img")).unwrap().len(), size);
+        remove(kept);
+        let late = copy_within(image, kept, Duration::ZERO, &cancel)
+            .await
+            .unwrap_err();
+        assert_eq!(late.kind(), ErrorKind::TimedOut);
+    }
+
+    #[tokio::test]
     async fn an_image_on_another_file_system_is_rescued_next_to_itself() {
         let World {
             image, client, kept, ..

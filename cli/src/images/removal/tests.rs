@@ -1,6 +1,7 @@
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use firn_host::ProblemReport;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
@@ -237,8 +238,13 @@ fn an_exchange_removes_nothing_elsewhere() {
     symlink(&elsewhere, &link).unwrap();
     let (stop, mut removed) = (AtomicBool::new(false), 0);
     let exchange = || {
-        while !stop.load(Ordering::Relaxed) {
+        // A place stays what it is for no time, and at times for as long as a removal takes: without that a fast
+        // machine would see none.
+        for pause in (0..16).cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
             let _ = renameat2(AT_FDCWD, &path, AT_FDCWD, &link, RenameFlags::RENAME_EXCHANGE);
+            if pause == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
     };
     std::thread::scope(|scope| {
