@@ -5,7 +5,7 @@ use std::io::{Read, stdin};
 use anyhow::{Context, Result};
 use firn_host::{Problem, ProblemReport};
 use firn_image::memory::MemoryError;
-use firn_image::memory::call::{Order, Request, complete, filled, kept, saved};
+use firn_image::memory::call::{Order, Request, complete, filled, kept, ready, saved};
 use firn_image::memory::progress::showing;
 use serde::Serialize;
 
@@ -19,6 +19,7 @@ pub fn run() -> Result<()> {
     let Order { request, shown } =
         serde_json::from_slice(&request).context("the request is not understood")?;
     showing(shown.as_ref(), |counter| match request {
+        Request::Ready(make) => answer(ready(&make)),
         Request::Save(save) => answer(saved(save, counter)),
         Request::Rest(rest) => answer(kept(&rest, counter)),
         Request::Look(stored) => answer(complete(&stored).map(|_| ())),

@@ -150,6 +150,6 @@ fn phase(request: &Request) -> Option<Phase> {
     match request {
         Request::Save(_) | Request::Rest(_) => Some(Phase::CopyMemory),
         Request::Fill(_) => Some(Phase::FillMemory),
-        Request::Look(_) => None,
+        Request::Ready(_) | Request::Look(_) => None,
     }
 }

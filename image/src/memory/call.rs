@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
-use crate::store::{Index, Owner, Packing, Reader, Store, machine, mount_of};
+use crate::store::{Index, Owner, Packing, Reader, Store, StoreError, Writer, machine, mount_of};
 
 /// What is to be done, and where it is shown how far that is.
 #[derive(Debug, Serialize, Deserialize)]
@@ -24,6 +24,9 @@ pub struct Order {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Request {
+    /// Make a store ready for the memory of a checkpoint, before its container stands still: a [`Ready`] is
+    /// printed.
+    Ready(MakeReady),
     /// Copy large memory of these processes into a store.
     Save(Save),
     /// Write the pages files that CRIU has not written: a [`Kept`] is printed.
@@ -35,13 +38,35 @@ pub enum Request {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Save {
+pub struct MakeReady {
     /// Path of the store.
     pub store: PathBuf,
     /// The file of its key, if it is encrypted.
     pub key: Option<PathBuf>,
     /// Bytes that the store may hold at most.
     pub cap: Option<u64>,
+}
+
+/// A store that is ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ready {
+    /// Its id.
+    pub id: String,
+    /// Bytes that the cap leaves.
+    pub room: Option<u64>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Save {
+    /// Path of the store.
+    pub store: PathBuf,
+    /// The file of its key, if it is encrypted.
+    pub key: Option<PathBuf>,
+    /// Bytes that the store may hold at most, unless it is ready.
+    pub cap: Option<u64>,
+    /// What was found when it was made ready.
+    #[serde(default)]
+    pub ready: Option<Ready>,
     /// The container ends with its checkpoint: what the store has already is read and compared.
     #[serde(default)]
     pub exit: bool,
@@ -96,6 +121,39 @@ pub struct Saved {
     pub memory: Option<StoredMemory>,
 }
 
+/// Makes a store ready: nothing that takes the longer the more it holds is left for [`saved`].
+pub fn ready(request: &MakeReady) -> Result<Ready, MemoryError> {
+    let packing = Packing::with_key(request.key.as_deref())?;
+    let store = Store::create_again(&request.store, Path::new(names::STORES), &packing)?;
+    Ok(Ready {
+        room: store.ready(request.cap)?,
+        id: store.id().to_owned(),
+    })
+}
+
+/// The writer of a store, and the store.
+fn writer(request: &Save) -> Result<(Store, Writer), MemoryError> {
+    let packing = Packing::with_key(request.key.as_deref())?;
+    let (store, room) = match &request.ready {
+        Some(ready) => {
+            let store = Store::open(&request.store, &packing)?;
+            // Its file system has gone, and below it is another one.
+            if store.id() != ready.id {
+                let path = request.store.clone();
+                return Err(StoreError::Absent { path }.into());
+            }
+            (store, ready.room)
+        }
+        None => {
+            let store = Store::create_again(&request.store, Path::new(names::STORES), &packing)?;
+            let room = store.ready(request.cap)?;
+            (store, room)
+        }
+    };
+    let writer = store.writer_within(room)?.comparing(request.exit);
+    Ok((store, writer))
+}
+
 /// Copies large memory into the store.
 pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     let bulk = find(&request.processes)?;
@@ -104,10 +162,7 @@ pub fn saved(request: Save, counter: &Counter) -> Result<Saved, MemoryError> {
     }
     let bytes = bulk.iter().map(|bulk| bulk.at.end - bulk.at.start).sum();
     counter.expect(bytes);
-    let records = Path::new(names::STORES);
-    let packing = Packing::with_key(request.key.as_deref())?;
-    let store = Store::create_again(&request.store, records, &packing)?;
-    let writer = store.writer(request.cap)?.comparing(request.exit);
+    let (store, writer) = writer(&request)?;
     let pieces = match save(&bulk, &writer, counter) {
         Ok(pieces) => pieces,
         Err(error) => {

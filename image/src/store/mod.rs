@@ -128,12 +128,6 @@ impl Store {
         &self.0.form
     }
 
-    /// Begins to write. With a cap, the extents of the store are counted and may not take more bytes than it;
-    /// what others write at the same time is not counted.
-    pub fn writer(&self, cap: Option<u64>) -> Result<Writer, StoreError> {
-        Writer::new(self, cap)
-    }
-
     /// The index of this name.
     pub fn index(&self, id: &Digest) -> Result<Index, StoreError> {
         self.verified_index(id).map(|(index, _)| index)

@@ -43,18 +43,39 @@ pub struct Writer {
     reused: AtomicU64,
 }
 
-impl Writer {
-    pub(super) fn new(store: &Store, cap: Option<u64>) -> Result<Self, StoreError> {
-        let (dir, root) = (store.dir(), store.root());
-        let new = store.inside(layout::NEW)?;
+impl Store {
+    /// Begins to write. With a cap, the extents of the store are counted and may not take more bytes than it;
+    /// what others write at the same time is not counted.
+    pub fn writer(&self, cap: Option<u64>) -> Result<Writer, StoreError> {
+        let room = self.ready(cap)?;
+        self.writer_within(room)
+    }
+
+    /// Does what takes the longer the more the store holds, or others are at work: removes what writers have
+    /// left, waits for the lock, and counts the extents if there is a cap. Returns the bytes that it leaves.
+    pub fn ready(&self, cap: Option<u64>) -> Result<Option<u64>, StoreError> {
+        let (dir, root) = (self.dir(), self.root());
+        let new = self.inside(layout::NEW)?;
         if let Some(_alone) = layout::try_lock(dir, root, FlockArg::LockExclusiveNonblock)? {
             clear(&new).map_err(io("clear", root.join(layout::NEW)))?;
         }
+        // gc is not at work any more, and the count is right.
+        let _lock = layout::lock(dir, root, FlockArg::LockSharedNonblock)?;
+        let left = |cap: u64| Ok(cap.saturating_sub(self.extents()?.values().sum()));
+        cap.map(left).transpose()
+    }
+
+    /// As [`Store::writer`], with what [`Store::ready`] has returned.
+    pub fn writer_within(&self, room: Option<u64>) -> Result<Writer, StoreError> {
+        Writer::new(self, room)
+    }
+}
+
+impl Writer {
+    fn new(store: &Store, room: Option<u64>) -> Result<Self, StoreError> {
+        let (dir, root) = (store.dir(), store.root());
+        let new = store.inside(layout::NEW)?;
         let lock = layout::lock(dir, root, FlockArg::LockSharedNonblock)?;
-        let room = match cap {
-            None => None,
-            Some(cap) => Some(cap.saturating_sub(store.extents()?.values().sum()).into()),
-        };
         let name = layout::random_id()?;
         let made = layout::make(&new, &name).and_then(|()| new.inside(&name));
         Ok(Self {
@@ -63,7 +84,7 @@ impl Writer {
             own: made.map_err(io("make", root.join(layout::NEW).join(&name)))?,
             new,
             name,
-            room,
+            room: room.map(Into::into),
             compares: false,
             count: AtomicU64::new(0),
             written: AtomicU64::new(0),

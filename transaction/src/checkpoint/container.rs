@@ -16,6 +16,7 @@ use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
+use firn_image::memory::call::Ready;
 use firn_image::store::Owner;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
@@ -98,6 +99,8 @@ pub(super) struct ContainerEffects<'a> {
 pub(super) struct Progress {
     /// Read once, by the first inspection.
     pub(super) source: Option<Source>,
+    /// What was found when the store was made ready.
+    store_ready: Option<Ready>,
     /// The hook `prepare` was called, or could have been.
     pub(super) prepared: bool,
     /// The container is parked.

@@ -85,3 +85,39 @@ fn an_image_that_names_the_memory_of_another_checkpoint_is_refused() {
     stored.checkpoint = None;
     assert_eq!(codes(&stored), ["", ""]);
 }
+
+#[test]
+fn memory_goes_into_no_other_store_than_the_one_that_was_made_ready() {
+    let (dir, stored) = webs(None);
+    let path = dir.path().join("store");
+    let make = MakeReady {
+        store: path.clone(),
+        key: None,
+        cap: Some(100),
+    };
+    let found = ready(&make).unwrap();
+    let expected = Ready {
+        id: stored.memory.store,
+        room: Some(100),
+    };
+    assert_eq!(found, expected);
+    let save = Save {
+        store: path.clone(),
+        key: None,
+        cap: None,
+        ready: Some(found),
+        exit: false,
+        processes: Vec::new(),
+        owner: None,
+        checkpoint: String::new(),
+        container: String::new(),
+        image: "/image".into(),
+    };
+    let code = || writer(&save).map_or_else(|error| error.code().to_string(), |_| String::new());
+    assert_eq!(code(), "");
+    // Its file system is not mounted any more: another store is below, or none.
+    std::fs::rename(&path, dir.path().join("other")).unwrap();
+    assert_eq!(code(), "FIRN-STORE-UNUSABLE");
+    Store::create(&path, &Packing::default()).unwrap();
+    assert_eq!(code(), "FIRN-STORE-UNUSABLE");
+}

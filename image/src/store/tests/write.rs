@@ -126,6 +126,28 @@ fn the_next_writer_alone_removes_what_a_killed_one_has_left() {
     scratch.holds(&[b"one", b"two"]);
 }
 
+/// A container stands still while it is written: what takes the longer the more the store holds is done
+/// before.
+#[test]
+fn a_store_that_is_ready_is_neither_counted_nor_cleared_again() {
+    let scratch = Scratch::new();
+    scratch.holds(&[b"one", b"three"]);
+    let left = scratch.store.writer(None).unwrap().path();
+    assert!(left.exists());
+    assert_eq!(scratch.store.ready(Some(20)).unwrap(), Some(12));
+    assert!(!left.exists(), "what a writer has left is there");
+    // What others do from now on.
+    scratch.holds(&[&[1; 100]]);
+    let left = scratch.store.writer(None).unwrap().path();
+    let writer = scratch.store.writer_within(Some(12)).unwrap();
+    assert!(left.exists(), "it was looked for");
+    writer.put(&[2; 12]).unwrap();
+    assert_eq!(code(writer.put(&[3; 1])), "FIRN-STORE-FULL");
+    writer.abort();
+    assert_eq!(scratch.store.ready(Some(20)).unwrap(), Some(0));
+    assert_eq!(scratch.store.ready(None).unwrap(), None);
+}
+
 #[test]
 fn what_is_aborted_or_cannot_be_finished_leaves_nothing() {
     let scratch = Scratch::new();

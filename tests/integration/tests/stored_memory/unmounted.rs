@@ -1,6 +1,6 @@
 //! A store on a file system that the operator has not mounted.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use firn_lab::{failure, on};
 use firn_node::Platform;
 
@@ -40,6 +40,14 @@ pub fn a_store_that_is_not_mounted_is_not_made_again(platform: Platform) -> Resu
             ensure!(output.contains(part), "no {part:?} in:\n{output}");
         }
         ensure!(!node.path("/srv/disk/store").exists(), "there is another store");
+        // It was looked for before the job stood still.
+        let history = host.firn(&["history"])?;
+        let last = history["transactions"].as_array().and_then(|all| all.last());
+        let phases = last
+            .and_then(|last| last["phases"].as_array())
+            .context("no phases")?;
+        let names: Vec<&str> = phases.iter().filter_map(|phase| phase["name"].as_str()).collect();
+        ensure!(names == ["inspect"], "the phases are {names:?}");
         job.goes_on(3)?;
 
         mount("second")?;

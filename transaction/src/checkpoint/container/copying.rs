@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use firn_config::{Bulk, InlineCopy, find_program, names};
 use firn_host::{Chain, proc_maps};
 use firn_image::manifest::{ImageFile, StoredMemory};
-use firn_image::memory::call::{Request, Rest, Save, Saved};
+use firn_image::memory::call::{MakeReady, Ready, Request, Rest, Save, Saved};
 use firn_image::memory::{Kept, Process};
 use firn_oci::Spec;
 use serde::de::DeserializeOwned;
@@ -44,6 +44,42 @@ pub(super) struct Copied {
 }
 
 impl ContainerEffects<'_> {
+    fn copier(&self) -> Result<Copier, EffectError> {
+        Ok(Copier {
+            hook: find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?,
+            reaper: self.reaper.clone(),
+            limit: self.config.deadlines.criu_dump,
+            container: self.container.id.clone(),
+            bundle: self.container.bundle.clone(),
+            journal: Some(self.journal.clone()),
+        })
+    }
+
+    /// Makes the store ready that gets large memory, before the container stands still. One that cannot be
+    /// used refuses the checkpoint here.
+    pub(super) async fn make_store_ready(&mut self) -> Result<(), EffectError> {
+        let Some(store) = self.source().store.clone() else {
+            return Ok(());
+        };
+        let images = &self.config.images;
+        let request = Request::Ready(MakeReady {
+            store,
+            key: images.store_key.clone(),
+            cap: images.store_cap,
+        });
+        match self.copier()?.ask::<Ready>(request, &self.cancel).await {
+            Ok(ready) => self.progress.store_ready = Some(ready),
+            // The copy itself may succeed, or CRIU makes it.
+            Err(error) if error.is_odd() => {
+                let id = &self.container.id;
+                log::warn!("the store is not made ready for {id}: {}", Chain(&error));
+            }
+            Err(CopyError::Killed) => return Err(EffectError::stopped(&self.cancel)),
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
     /// Who copies the memory next to CRIU; none where CRIU has to do it.
     pub(super) async fn copying(&self) -> Result<Option<Copying>, EffectError> {
         let store = self.source().store.clone();
@@ -63,6 +99,7 @@ impl ContainerEffects<'_> {
             store,
             key: self.config.images.store_key.clone(),
             cap: self.config.images.store_cap,
+            ready: self.progress.store_ready.clone(),
             exit: self.request.exit,
             processes: processes.clone(),
             owner: self.source().owner.clone(),
@@ -71,14 +108,7 @@ impl ContainerEffects<'_> {
             image: self.request.image.path().to_owned(),
         });
         Ok(Some(Copying {
-            copier: Copier {
-                hook: find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?,
-                reaper: self.reaper.clone(),
-                limit: self.config.deadlines.criu_dump,
-                container: self.container.id.clone(),
-                bundle: self.container.bundle.clone(),
-                journal: Some(self.journal.clone()),
-            },
+            copier: self.copier()?,
             cancel: self.cancel.clone(),
             save,
             files: processes.len() + shared,

@@ -18,6 +18,9 @@ impl Dump for ContainerEffects<'_> {
         if first {
             let cancel = self.cancel.clone();
             self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
+            if self.is_dump() {
+                self.make_store_ready().await?;
+            }
             // That of a parked container was called at its pause.
             if parked.is_none() {
                 self.call_prepare().await?;

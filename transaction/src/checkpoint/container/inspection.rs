@@ -75,7 +75,7 @@ impl ContainerEffects<'_> {
     }
 
     /// Whether an image is written. A pause has no other reason to refuse than the driver's.
-    fn is_dump(&self) -> bool {
+    pub(super) fn is_dump(&self) -> bool {
         self.operation == Operation::Checkpoint
     }
 
