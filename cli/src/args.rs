@@ -97,6 +97,12 @@ pub struct SignArgs {
     /// Permit pods of all namespaces.
     #[arg(long, conflicts_with = "namespace")]
     pub all_namespaces: bool,
+    /// The only name by which pods may name it: of its directory, in the store, or of the image.
+    #[arg(long)]
+    pub name: Option<String>,
+    /// The last day on which pods may be restored from it, in UTC (`2027-01-31`).
+    #[arg(long, value_name = "DAY")]
+    pub until: Option<String>,
     /// Sign nothing: print the trusted comment for `minisign -S -t COMMENT -m DIR/firn.json`.
     #[arg(long, conflicts_with = "key")]
     pub print_comment: bool,

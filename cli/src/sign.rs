@@ -54,12 +54,13 @@ pub fn run(args: &SignArgs) -> Result<bool> {
             names => Namespaces::These(names.to_vec()),
         },
         layer: sum.transpose()?,
+        name: args.name.clone(),
+        until: args.until.clone(),
     };
     let comment = statement.to_string();
     ensure!(
-        Statement::parse(&comment).is_some(),
-        "no names of namespaces: {}",
-        statement.namespaces
+        Statement::parse(&comment) == Some(statement),
+        "no names of namespaces, no name or no day: {comment}"
     );
     let Some(key) = &args.key else {
         verbatim!("{comment}");
@@ -125,7 +126,8 @@ impl Key {
 
 #[cfg(test)]
 mod tests {
-    use firn_image::signature::check;
+    use firn_host::Problem;
+    use firn_image::signature::{Wanted, check};
 
     use std::fs;
 
@@ -147,13 +149,26 @@ RWQZ52Qpn1JayPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/
         let key = Key::parse(SECRET).unwrap();
         fs::write(dir.path().join("a.pub"), PUBLIC).unwrap();
         fs::write(dir.path().join(names::MANIFEST), "{}").unwrap();
-        fs::write(
-            dir.path().join(names::SIGNATURE),
-            key.sign(b"{}", "firn namespaces=ml"),
-        )
-        .unwrap();
-        check(dir.path(), None, "ml", dir.path(), &stop).unwrap();
-        assert!(check(dir.path(), None, "other", dir.path(), &stop).is_err());
+        for (words, namespace, name, expected) in [
+            ("", "ml", "warm", ""),
+            ("", "other", "warm", "FIRN-SIGNATURE-NAMESPACE"),
+            (" name=warm until=2999-12-31", "ml", "warm", ""),
+            (" name=warm", "ml", "r.example/warm", "FIRN-SIGNATURE-NAME"),
+            (" until=2026-11-25", "ml", "warm", "FIRN-SIGNATURE-EXPIRED"),
+            (" after=2026-11-25", "ml", "warm", "FIRN-SIGNATURE-BAD"),
+        ] {
+            let signature = key.sign(b"{}", &format!("firn namespaces=ml{words}"));
+            fs::write(dir.path().join(names::SIGNATURE), signature).unwrap();
+            let wanted = Wanted {
+                dir: dir.path().to_owned(),
+                layer: None,
+                namespace: namespace.to_owned(),
+                name: name.to_owned(),
+            };
+            let checked = check(&wanted, dir.path(), &stop);
+            let code = checked.as_ref().err().map_or("", |error| error.code());
+            assert_eq!(code, expected, "{words}");
+        }
     }
 
     #[test]

@@ -60,12 +60,19 @@ impl Scratch {
         fs::write(self.path(name), text).unwrap();
     }
 
+    fn wanted(&self, has_layer: bool, namespace: &str) -> Wanted {
+        Wanted {
+            dir: self.path("image"),
+            layer: has_layer.then(|| self.path("layer")),
+            namespace: namespace.to_owned(),
+            name: "warm".to_owned(),
+        }
+    }
+
     /// The code of the refusal, or nothing.
     fn check(&self, has_layer: bool, namespace: &str) -> String {
-        let (stop, layer) = (AtomicBool::new(false), self.path("layer"));
-        let layer = has_layer.then_some(&*layer);
-        let checked = check(&self.path("image"), layer, namespace, &self.path("keys"), &stop);
-        checked
+        let stop = AtomicBool::new(false);
+        check(&self.wanted(has_layer, namespace), &self.path("keys"), &stop)
             .err()
             .map_or_else(String::new, |error| error.code().to_owned())
     }
@@ -137,11 +144,37 @@ fn a_checkpoint_that_is_not_signed_is_refused() {
 }
 
 #[test]
+fn what_was_revoked_is_permitted_by_no_signature() {
+    let scratch = Scratch::new(FOR_TWO);
+    let sum = crate::block_hash::hex(&Sha256::digest(MANIFEST));
+    let other = "0".repeat(64);
+    for (list, expected) in [
+        (String::new(), ""),
+        (format!("# lost\n\n{other}  other/firn.json\n"), ""),
+        (format!("# {sum}\n"), ""),
+        (
+            format!("{other}\n{sum}  warm/firn.json\n"),
+            "FIRN-SIGNATURE-REVOKED",
+        ),
+        (format!("  {}", sum.to_uppercase()), "FIRN-SIGNATURE-REVOKED"),
+        (format!("sha256:{other}\n"), "FIRN-SIGNATURE-KEY"),
+        (format!("{other}\n{}\n", &sum[1..]), "FIRN-SIGNATURE-KEY"),
+    ] {
+        scratch.write("keys/revoked", &list);
+        assert_eq!(scratch.check(true, "ml"), expected, "{list}");
+    }
+    fs::write(scratch.path("keys/revoked"), b"\xff").unwrap();
+    assert_eq!(scratch.check(true, "ml"), "FIRN-SIGNATURE-KEY", "no text");
+    fs::remove_file(scratch.path("keys/revoked")).unwrap();
+    symlink("absent", scratch.path("keys/revoked")).unwrap();
+    assert_eq!(scratch.check(true, "ml"), "FIRN-SIGNATURE-KEY", "a link");
+}
+
+#[test]
 fn a_check_that_is_stopped_permits_nothing() {
     let scratch = Scratch::new(FOR_TWO);
-    let (stop, layer) = (AtomicBool::new(true), scratch.path("layer"));
-    let (image, keys) = (scratch.path("image"), scratch.path("keys"));
-    let checked = check(&image, Some(&layer), "ml", &keys, &stop);
+    let stop = AtomicBool::new(true);
+    let checked = check(&scratch.wanted(true, "ml"), &scratch.path("keys"), &stop);
     assert!(
         matches!(checked, Err(SignatureError::Unreadable { .. })),
         "{checked:?}"

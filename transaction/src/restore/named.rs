@@ -20,7 +20,7 @@ use std::sync::atomic::AtomicBool;
 
 use firn_config::{Config, find_program, names};
 use firn_host::{Absent, Problem};
-use firn_image::signature;
+use firn_image::signature::{self, Wanted};
 use firn_oci::Spec;
 
 use super::compare;
@@ -259,10 +259,11 @@ impl Wish {
             }
         };
         let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
-        let found = node.look(move || in_directories(&name, &namespace, from, by_signature, cap));
+        let wanted = name.clone();
+        let found = node.look(move || in_directories(&wanted, &namespace, from, by_signature, cap));
         match found.await? {
             (named, Permit::Namespace) => Ok(named),
-            (named, Permit::Signature) => node.signed(named, &self.namespace).await,
+            (named, Permit::Signature) => node.signed(named, &self.namespace, &name).await,
         }
     }
 }
@@ -287,16 +288,20 @@ impl Node<'_> {
         Ok(found.map_err(|left| left_image(left, limit))??)
     }
 
-    /// The checkpoint, if it is signed for the namespace by who may.
-    async fn signed(self, named: Named, namespace: &str) -> Result<Named, Refusal> {
+    /// The checkpoint, if it is signed for the namespace and this name by who may.
+    async fn signed(self, named: Named, namespace: &str, name: &str) -> Result<Named, Refusal> {
         let Some(keys) = self.config.restore.trusted_keys.clone() else {
             let (dir, namespace) = (named.image, namespace.to_owned());
             return Err(NameError::NoKeys { dir, namespace }.into());
         };
-        let (limit, namespace) = (self.config.deadlines.verify, namespace.to_owned());
-        let (image, layer) = (named.image.clone(), named.layer.clone());
-        let check =
-            move |stop: &AtomicBool| signature::check(&image, layer.as_deref(), &namespace, &keys, stop);
+        let limit = self.config.deadlines.verify;
+        let wanted = Wanted {
+            dir: named.image.clone(),
+            layer: named.layer.clone(),
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        };
+        let check = move |stop: &AtomicBool| signature::check(&wanted, &keys, stop);
         let checked = stoppable(limit, self.cancel, check).await;
         checked.map_err(|left| left_image(left, limit))??;
         Ok(named)

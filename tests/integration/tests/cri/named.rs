@@ -28,7 +28,8 @@ pub const POINTS: &[Point] = &[
     Point::new(
         "restore by name: a signed checkpoint",
         "refused: FIRN-SIGNATURE-MISSING; signed for default goes on; refused: FIRN-SIGNATURE-NAMESPACE, \
-         FIRN-SIGNATURE-BAD; cold with fallback: true; refused: FIRN-SIGNATURE-KEY",
+         FIRN-SIGNATURE-NAME, FIRN-SIGNATURE-EXPIRED, FIRN-SIGNATURE-REVOKED, FIRN-SIGNATURE-BAD; cold with \
+         fallback: true; refused: FIRN-SIGNATURE-KEY",
         signed,
     )
     .firn_only(),
@@ -233,36 +234,36 @@ fn signed(cri: Cri<'_>) -> Result<String> {
         let code = |annotations: &Value| refused(cri, annotations, &on_gpu(1, &cold()));
         let named = json!({ "firn.dev/restore-from": "c=warm" });
         let missing = code(&named)?;
-        let sign = |namespace: &str| {
-            let sign = [
-                "firn",
-                "sign",
-                &dir,
-                "--key",
-                "/etc/firn/job.key",
-                "--namespace",
-                namespace,
-            ];
-            node.run(&sign).map(drop)
+        let sign = |words: &str| {
+            let sign = format!("firn sign {dir} --key /etc/firn/job.key --namespace {words}");
+            node.run(&["sh", "-c", &sign]).map(drop)
         };
-        sign("default")?;
+        sign("default --name warm --until 2999-12-31")?;
         let pod = cri.pod_annotated("signed", &named)?;
         let copy = pod.start_with("c", &on_gpu(1, &cold()))?;
         computes(&copy, before + 2)?;
         let text = copy.exec("cat /written")?;
         ensure!(text.contains("text"), "the written file has {text:?}");
         pod.remove(&[&copy])?;
-        sign("other")?;
-        let other = code(&named)?;
+        let mut others = Vec::new();
+        for words in ["other", "default --name warmer", "default --until 2020-12-31"] {
+            sign(words)?;
+            others.push(code(&named)?);
+        }
         sign("default")?;
+        let revoke = format!("sha256sum {dir}/checkpoint/firn.json >{keys}/revoked");
+        node.run(&["sh", "-ec", &revoke])?;
+        others.push(code(&named)?);
+        node.run(&["rm", &format!("{keys}/revoked")])?;
         node.run(&["sh", "-ec", &format!("printf x >>{dir}/rootfs-diff.tar")])?;
         let bad = code(&named)?;
         let cold = is_cold(cri, &falls_back(), &on_gpu(1, &cold()))?;
         node.run(&["rm", &format!("{keys}/job.pub")])?;
         let unknown = code(&named)?;
         Ok(format!(
-            "refused: {missing}; signed for default goes on; refused: {other}, {bad}; cold with fallback: \
-             {cold}; refused: {unknown}"
+            "refused: {missing}; signed for default goes on; refused: {}, {bad}; cold with fallback: {cold}; \
+             refused: {unknown}",
+            others.join(", ")
         ))
     })
 }

@@ -73,7 +73,7 @@ pub async fn unpacked(image: &str, namespace: &str, node: Node<'_>) -> Result<Na
                 chosen: Chosen::ByPod,
                 ..named
             }),
-            Permit::Signature => node.signed(named, namespace).await,
+            Permit::Signature => node.signed(named, namespace, image).await,
         }
     };
     let unpacked = unpacked.await;
