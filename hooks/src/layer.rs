@@ -396,6 +396,8 @@ mod tests {
         assert_eq!(cut.to_string(), "the archive has no end");
     }
 
+    const TEST: &str = "layer::tests::unpack_in_a_process_of_its_own";
+
     #[test]
     #[ignore = "no test: the next one runs it"]
     fn unpack_in_a_process_of_its_own() {
@@ -422,12 +424,7 @@ mod tests {
             ("absolute/.wh..wh..opq", FILE, ""),
         ];
         let apply = |name: &str| {
-            let exe = std::env::current_exe().unwrap();
-            let test = "layer::tests::unpack_in_a_process_of_its_own";
-            let run = Command::new(exe)
-                .args(["--exact", test, "--ignored"])
-                .env("DIR", dir.path())
-                .output();
+            let run = crate::alone::run(TEST, &[("DIR", dir.path().as_os_str())]);
             assert_eq!(
                 fs::read_to_string(at("kept/file")).unwrap(),
                 "of the host",
@@ -448,14 +445,8 @@ mod tests {
         fs::write(at("layer.tar"), layer(&[("good", FILE, "written")])).unwrap();
         assert!(apply("good"));
         // The argument counts: the archive has more than a block.
-        let exe = std::env::current_exe().unwrap();
-        let test = "layer::tests::unpack_in_a_process_of_its_own";
-        let run = Command::new(exe)
-            .args(["--exact", test, "--ignored"])
-            .env("DIR", dir.path())
-            .env("CAP", "512")
-            .output()
-            .unwrap();
+        let limited = [("DIR", dir.path().as_os_str()), ("CAP", "512".as_ref())];
+        let run = crate::alone::run(TEST, &limited);
         assert!(!run.status.success());
         assert_eq!(fs::read_to_string(at("root/good")).unwrap(), "written");
         fs::rename(at("layer.tar"), at("elsewhere.tar")).unwrap();

@@ -12,6 +12,8 @@ macro_rules! report {
     };
 }
 
+#[cfg(test)]
+mod alone;
 mod call;
 mod cap;
 mod checkpoint_image;
