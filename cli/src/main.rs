@@ -18,6 +18,8 @@ mod containerd;
 mod cri;
 mod doctor;
 mod drain;
+#[cfg(test)]
+mod fuzz;
 mod history;
 mod image;
 mod images;

@@ -13,6 +13,8 @@
 //! `criu-plugin.h` of CRIU 4.0 and later.
 #![deny(unsafe_code)]
 
+#[cfg(test)]
+mod fuzz;
 mod hooks;
 mod node;
 mod unix_sockets;

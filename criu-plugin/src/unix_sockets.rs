@@ -4,7 +4,7 @@
 use std::path::Path;
 
 /// The list, in the directory from which CRIU has loaded the plugin.
-const LIST: &str = "firn-unix-sockets";
+pub(crate) const LIST: &str = "firn-unix-sockets";
 
 /// Longest list that is read, in bytes.
 const LONGEST: u64 = 8 << 20;

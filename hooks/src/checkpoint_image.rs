@@ -10,6 +10,8 @@
 //! | buildah, of the kubelet's archive | a manifest with an annotation, and the archive as its only layer |
 
 mod blobs;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, OpenOptions};

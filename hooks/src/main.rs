@@ -34,6 +34,11 @@ mod script;
 mod soname;
 mod state;
 
+#[cfg(test)]
+#[expect(clippy::print_stdout, reason = "the last one that is shown has failed")]
+#[path = "../../fuzz/kept.rs"]
+mod kept;
+
 use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
