@@ -50,6 +50,22 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
     }
 }
 
+/// An index of a store with these pieces of memory.
+#[cfg(test)]
+pub(crate) fn index(pieces: Vec<crate::store::Piece>) -> crate::store::Index {
+    crate::store::Index {
+        checkpoint: "5b0f".to_owned(),
+        made: 1_700_000_000,
+        container: "job".to_owned(),
+        host: "node".to_owned(),
+        machine: None,
+        image: "/images/job".into(),
+        owner: None,
+        mount: None,
+        pieces,
+    }
+}
+
 /// A manifest's file with this body, the need of a GPU image, and a checksum that fits.
 pub fn sealed(body: &str) -> Vec<u8> {
     with_checksum(body, &["nvidia"])

@@ -11,21 +11,6 @@ use crate::fixtures;
 use crate::manifest::{Manifest, StoredMemory};
 use firn_config::names;
 
-/// An index without memory.
-fn known() -> Index {
-    Index {
-        checkpoint: "5b0f".to_owned(),
-        made: 1_700_000_000,
-        container: "job".to_owned(),
-        host: "node".to_owned(),
-        machine: None,
-        image: "/images/job".into(),
-        owner: None,
-        mount: None,
-        pieces: Vec::new(),
-    }
-}
-
 /// A directory with a firn.json that names this index, or none.
 fn image(dir: &Path, index: Option<Digest>) {
     fs::create_dir_all(dir).unwrap();
@@ -177,7 +162,7 @@ fn an_image_directory_may_name_an_index_unless_it_names_another() {
             image: at.clone(),
             owner: None,
             mount: mount.map(PathBuf::from),
-            ..known()
+            ..fixtures::index(Vec::new())
         };
         may_name(&index, &id, mounts)
     };

@@ -10,6 +10,7 @@ use nix::unistd::mkfifo;
 use tempfile::TempDir;
 
 use super::*;
+use crate::fixtures::index;
 
 mod contents;
 mod form;
@@ -78,20 +79,6 @@ fn piece(length: u64, extents: Vec<Option<Digest>>) -> Piece {
         address: 0x7000_0000_0000,
         length,
         extents,
-    }
-}
-
-fn index(pieces: Vec<Piece>) -> Index {
-    Index {
-        checkpoint: "5b0f".to_owned(),
-        made: 1_700_000_000,
-        container: "job".to_owned(),
-        host: "node".to_owned(),
-        machine: None,
-        image: "/images/job".into(),
-        owner: None,
-        mount: None,
-        pieces,
     }
 }
 
