@@ -278,11 +278,13 @@ fn ended(
     if let Some(outcome) = ended_or_stopped(testbed, job, case, happened, &answer, image)? {
         return Ok(outcome);
     }
-    if happened.is_unheard() && happened.may_suspend() {
+    // Whose daemon is killed after the answer has heard it.
+    let is_unheard = happened.is_unheard() && answer.is_err();
+    if is_unheard && happened.may_suspend() {
         // Nobody has heard whether it is paused or suspended; the next client sees no difference.
         job.is_resumed().with_context(|| output.to_owned())?;
     }
-    let state = match (happened.is_unheard(), case.needs_client()) {
+    let state = match (is_unheard, case.needs_client()) {
         // A client that is gone has not resumed what it had paused.
         (true, _) if !happened.may_suspend() => From::Paused,
         // One that was to be killed and was not has done so.
