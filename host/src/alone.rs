@@ -86,7 +86,7 @@ mod tests {
         fs::write(dir.path().join("default/job"), "").unwrap();
         assert!(!is_taken("job"));
         assert!(take("job").is_some());
-        // That nobody can tell is no "no".
+        // An error is no "no".
         fs::write(dir.path().join("file"), "").unwrap();
         assert!(Alone::is_taken(dir.path(), "file", "job").is_err());
     }

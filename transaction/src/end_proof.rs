@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_on_its_disk_is_named_and_a_proof_says_why() {
+    fn what_is_not_on_its_disk_is_named_and_a_proof_shows_why() {
         let dir = tempfile::tempdir().unwrap();
         let (inside, path) = (dir.path().join("inside"), Path::new("/srv/image"));
         let go = AtomicBool::new(false);

@@ -244,8 +244,8 @@ pub(super) async fn describe(
     }
 }
 
-/// Makes sure that an image is on its disk, after which a workload may end for it: in its directory, or in the
-/// second one that firn has made of it, if the client has gone and removed the first.
+/// Makes sure that an image is on its disk, after which a workload may end for it: in its directory, or in
+/// the second one that firn has made of it, if the client has gone and removed the first.
 pub(super) async fn sync(
     image: &ImageDir,
     rescued: Option<&Path>,

@@ -48,8 +48,8 @@ use crate::warn::OrWarn;
 /// What the annotation `firn.dev/pause` may be.
 const RELEASE_GPU: &str = "release-gpu";
 
-/// Whether a pause of this container gives its GPUs free. Not the pause of a command of firn, which resumes the
-/// container in a moment: another container could have taken the GPU by then.
+/// Whether a pause of this container gives its GPUs free. Not the pause of a command of firn, which resumes
+/// the container in a moment: another container could have taken the GPU by then.
 pub fn is_requested(container: &Container) -> Result<bool, ParkError> {
     if !container.traits.has_nvidia() {
         return Ok(false);
