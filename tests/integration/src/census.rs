@@ -22,8 +22,8 @@ pub struct Census(BTreeMap<String, Vec<String>>);
 /// Prints all names, after a line for each kind. Left out is what clients and daemons leave, with any shim:
 /// the fifos of detached execs, the unpacked image of a restore; and what is kept to be read: the timings of
 /// a checkpoint, runc's note of it, the log of a dump that failed, the output of hooks. So is what the bundle
-/// has for CRIU's plugin, which each checkpoint writes again. The directory of leases stays, too, and is empty
-/// but for its lock.
+/// has for CRIU's plugin, which each checkpoint writes again. The directory of leases stays, too, and is
+/// empty but for its lock.
 const SCRIPT: &str = "
     echo '== mounts'; cut -d' ' -f5 /proc/self/mountinfo
     echo '== cgroups'; find /sys/fs/cgroup -type d

@@ -238,7 +238,7 @@ fn an_exchange_removes_nothing_elsewhere() {
     symlink(&elsewhere, &link).unwrap();
     let (stop, mut removed) = (AtomicBool::new(false), 0);
     let exchange = || {
-        // A place stays what it is for no time, and at times for as long as a removal takes: otherwise no removal
+        // A place stays what it is for no time, and at times for as long as a removal takes: otherwise none
         // would meet it on a fast machine.
         for pause in (0..16).cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
             let _ = renameat2(AT_FDCWD, &path, AT_FDCWD, &link, RenameFlags::RENAME_EXCHANGE);
