@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::process::Child;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use containerd_shim_protos::api::Empty;
@@ -32,6 +32,8 @@ pub(super) const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-g
 const TEMPLATE_JOB: usize = 1;
 /// How long the node may take to come to rest.
 const QUIET: Duration = Duration::from_secs(40);
+/// How long nobody must be at work: between two workers there is none for a moment.
+const REST: Duration = Duration::from_millis(300);
 
 /// Restored containers get the second GPU; deadlines that a hang soon passes and a busy machine does not.
 const CONFIG: &str = "[worker]\npath = \"/srv/fault/firn-gpu\"\n[restore]\ngpus = [\"1\"]\n[deadlines]\n";
@@ -294,10 +296,16 @@ impl Testbed {
 
     /// Waits until neither a checkpoint nor a restore is under way any more.
     pub(super) fn is_quiet(&self) -> Result<()> {
-        let mut left = Vec::new();
+        let (mut left, mut since) = (Vec::new(), None);
         let waited = wait_for("the node to come to rest", QUIET, || {
             left = self.at_work();
-            Ok(left.is_empty().then_some(()))
+            match left.is_empty() {
+                true => Ok((since.get_or_insert_with(Instant::now).elapsed() > REST).then_some(())),
+                false => {
+                    since = None;
+                    Ok(None)
+                }
+            }
         });
         ensure!(waited.is_ok(), "still at work: {left:?}");
         Ok(())
