@@ -1,11 +1,13 @@
 //! Memory of a checkpoint that lies in the node's store, without which it cannot be restored: what is shown
 //! of it, its pin, and whether it is there.
 
-use firn_config::{Config, Keys};
-use firn_host::ProblemReport;
+use std::collections::BTreeMap;
+
+use firn_config::{Config, ConfigError, Keys};
+use firn_host::{Problem, ProblemReport};
 use firn_image::manifest::{Manifest, StoredMemory};
 use firn_image::memory::call::{Stored, complete};
-use firn_image::store::{Digest, Packing, Pin, Reader, Store};
+use firn_image::store::{Digest, EXTENT, Packing, Pin, Reader, Store, StoreError};
 use serde::Serialize;
 
 use crate::output::note;
@@ -54,6 +56,39 @@ fn pin(memory: &StoredMemory) -> Result<(), ProblemReport> {
     if let Some(path) = images.store {
         let store = Store::open(&path, &Packing::with_key(images.store_key.as_deref())?)?;
         store.pin(&memory.index, Pin::Checkpoint)?;
+    }
+    Ok(())
+}
+
+/// Why a container may not end with a checkpoint of which a store has some memory.
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum CompareError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Reads all that a store has of a checkpoint and compares it with its names, before its container ends: what
+/// was there of an earlier checkpoint was believed by its size.
+///
+/// # Errors
+/// The store or the index cannot be read, or an extent is not there or has another content.
+pub fn compare(memory: &StoredMemory) -> Result<(), CompareError> {
+    let images = Config::load(Keys::STORE)?.images;
+    // Without a store the checkpoint would have failed.
+    let Some(path) = images.store else {
+        return Ok(());
+    };
+    let store = Store::open(&path, &Packing::with_key(images.store_key.as_deref())?)?;
+    let index = store.index(&memory.index)?;
+    let extents = index.extents();
+    let extents: BTreeMap<Digest, usize> = extents
+        .filter_map(|(extent, length)| Some((extent?, length)))
+        .collect();
+    let mut buffer = vec![0; EXTENT];
+    for (extent, length) in extents {
+        store.read(&extent, &mut buffer[..length])?;
     }
     Ok(())
 }

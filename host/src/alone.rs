@@ -5,8 +5,13 @@ use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use crate::FileId;
+
+/// More than [`Alone::is_taken`] takes.
+const A_LOOK: Duration = Duration::from_millis(100);
 
 /// Its file is locked while this lives, and removed with it. If the command is killed, the kernel unlocks it.
 #[derive(Debug)]
@@ -21,11 +26,17 @@ impl Alone {
         let dir = dir.join(namespace);
         DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         let path = dir.join(id);
+        let begun = Instant::now();
         loop {
             let mut options = OpenOptions::new();
             let file = options.create(true).append(true).mode(0o600).open(&path)?;
             match file.try_lock() {
                 Ok(()) => {}
+                // A shim that looks has it for a moment.
+                Err(TryLockError::WouldBlock) if begun.elapsed() < A_LOOK => {
+                    sleep(A_LOOK / 10);
+                    continue;
+                }
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(error)) => return Err(error),
             }
@@ -79,6 +90,15 @@ mod tests {
         let first = take("job").unwrap();
         assert!(is_taken("job") && !is_taken("other"));
         assert!(take("job").is_none());
+        // A shim that looks is no other command.
+        let look = File::create(dir.path().join("default/looked")).unwrap();
+        look.try_lock_shared().unwrap();
+        std::thread::scope(|scope| {
+            let taken = scope.spawn(|| take("looked").is_some());
+            sleep(A_LOOK / 4);
+            drop(look);
+            assert!(taken.join().unwrap());
+        });
         assert!(take("other").is_some());
         drop(first);
         assert!(!dir.path().join("default/job").exists());

@@ -61,6 +61,12 @@ pub enum SignatureError {
         "trusted-keys under [restore] names a directory whose files NAME.pub are public keys of minisign"
     )]
     Key { path: PathBuf, reason: String },
+    #[error("the list of revoked checkpoints {} cannot be read: {reason}", path.display())]
+    #[problem(
+        "FIRN-SIGNATURE-KEY",
+        "correct the list, or remove it: a line of it is a SHA-256, and what stands behind that is for people"
+    )]
+    List { path: PathBuf, reason: String },
     #[error("none of the keys in {} has signed checkpoint {}", keys.display(), dir.display())]
     #[problem(
         "FIRN-SIGNATURE-KEY",
@@ -199,7 +205,7 @@ fn expect_held(statement: &Statement, wanted: &Wanted) -> Result<(), SignatureEr
 /// The list next to the keys does not have this firn.json. A list that cannot be read permits nothing.
 fn expect_not_revoked(manifest: &[u8], dir: &Path, keys: &Path) -> Result<(), SignatureError> {
     let list = keys.join(REVOKED);
-    let wrong = |reason: String| SignatureError::Key {
+    let wrong = |reason: String| SignatureError::List {
         path: list.clone(),
         reason,
     };

@@ -22,7 +22,7 @@ use serde_json::{Map, Value};
 pub use self::author::Author;
 pub use self::device_changes::{Access, DeviceChange};
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
-pub use self::privileges::{Profile, capability};
+pub use self::privileges::{Asks, Profile, capability};
 use firn_host::bounded::read_at_most;
 use firn_host::ordered::map_of;
 use firn_host::{Problem, atomic_file};

@@ -9,6 +9,9 @@
 //! | `firn checkpoint --exit` | the same of the directory or file; or containerd has committed every blob |
 //! | what moves a workload | its copy was seen twice, some time apart: [`RunsElsewhere`] |
 //!
+//! What a store has of a checkpoint's memory is compared before its container ends: by the copy itself, or by
+//! `firn checkpoint --exit`.
+//!
 //! What removes memory or files of a checkpoint for the sake of another place takes a [`Durable`] of that
 //! place.
 

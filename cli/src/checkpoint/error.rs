@@ -10,6 +10,7 @@ use crate::containerd::CallError;
 use crate::moves::is_firns;
 use crate::oci_image::ImageError;
 use crate::place::Ambiguous;
+use crate::stored::CompareError;
 
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum CheckpointError {
@@ -61,6 +62,8 @@ pub enum CheckpointError {
     NotWhole { id: String },
     #[error(transparent)]
     Manifest(#[from] firn_image::manifest::ManifestError),
+    #[error(transparent)]
+    Memory(#[from] CompareError),
     #[error("the checkpoint of container {id} was interrupted")]
     #[problem("FIRN-INTERRUPTED", "nothing is left of it, and the container is as it was")]
     Interrupted { id: String },

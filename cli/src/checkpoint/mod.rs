@@ -8,12 +8,14 @@ mod pod_call;
 mod source;
 mod target;
 
+use std::io;
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_image::manifest::Manifest;
+use firn_image::manifest::{Manifest, StoredMemory};
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
+use tokio::sync::oneshot;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
@@ -26,7 +28,7 @@ use crate::containerd::{Containerd, block_on};
 use crate::output::{self, line, note, printed};
 use crate::place::Place;
 use crate::steps::{Step, Steps};
-use crate::stored::InStore;
+use crate::stored::{self, InStore};
 use crate::text;
 use target::Target;
 
@@ -133,9 +135,29 @@ async fn filled(
 ) -> Result<(u64, Option<EndProof>), CheckpointError> {
     let bytes = target.fill(source, steps).await?;
     match args.exit {
-        true => Ok((bytes, Some(target.durable(steps).await?))),
+        true => {
+            let proof = target.durable(steps).await?;
+            if let Some(memory) = target
+                .manifest(source.containerd())
+                .await
+                .and_then(|manifest| manifest.bulk)
+            {
+                compare(memory, steps).await?;
+            }
+            Ok((bytes, Some(proof)))
+        }
         false => Ok((bytes, None)),
     }
+}
+
+/// Compares all memory that a store has of the checkpoint.
+async fn compare(memory: StoredMemory, steps: &mut Steps) -> Result<(), CheckpointError> {
+    steps.begin("memory");
+    let (send, compared) = oneshot::channel();
+    std::thread::spawn(move || drop(send.send(stored::compare(&memory))));
+    compared.await.map_err(io::Error::other)??;
+    steps.end();
+    Ok(())
 }
 
 async fn checkpoint(

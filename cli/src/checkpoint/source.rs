@@ -110,6 +110,10 @@ impl Source {
         &self.container.id
     }
 
+    pub fn containerd(&self) -> &Containerd {
+        &self.containerd
+    }
+
     /// Pauses it.
     pub async fn pause(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
         if !self.was_paused {

@@ -14,7 +14,7 @@ mod filters;
 mod program;
 
 use firn_oci::Spec;
-use firn_oci::spec::Profile;
+use firn_oci::spec::{Asks, Profile};
 
 pub(super) use filters::Filters;
 pub(super) use program::Program;
@@ -78,6 +78,7 @@ pub(super) struct Denied {
     arch: &'static str,
     audit: u32,
     number: u32,
+    asks: Asks,
 }
 
 impl std::fmt::Display for Denied {
@@ -87,33 +88,24 @@ impl std::fmt::Display for Denied {
 }
 
 /// The system calls that a spec's profile denies.
-pub(super) struct DeniedCalls {
-    calls: Vec<Denied>,
-    /// Whether the profile leaves the decision about some to another process.
-    asks: bool,
-}
+pub(super) struct DeniedCalls(Vec<Denied>);
 
 impl DeniedCalls {
     pub(super) fn of(spec: &Spec) -> Self {
-        let Some(profile) = spec.seccomp().filter(|_| spec.has_seccomp()) else {
-            let calls = Vec::new();
-            return Self { calls, asks: false };
-        };
-        let asks = profile.asks;
-        Self {
-            calls: ARCHS
-                .iter()
-                .enumerate()
+        let profile = spec.seccomp().filter(|_| spec.has_seccomp());
+        let archs = || ARCHS.iter().enumerate();
+        let all = profile.map(|profile| {
+            archs()
                 .flat_map(|(at, arch)| denied(&profile, arch, at == 0))
-                .collect(),
-            asks,
-        }
+                .collect()
+        });
+        Self(all.unwrap_or_default())
     }
 
     /// The first that none of the programs denies. All of them decide about a process.
     pub(super) fn permitted(&self, programs: &[&Program]) -> Option<&Denied> {
-        let denies = |program: &Program, call: &Denied| program.denies(call.audit, call.number, self.asks);
-        let mut calls = self.calls.iter();
+        let denies = |program: &Program, call: &Denied| program.denies(call.audit, call.number, call.asks);
+        let mut calls = self.0.iter();
         calls.find(|call| !programs.iter().any(|program| denies(program, call)))
     }
 }
@@ -124,23 +116,24 @@ fn denied(profile: &Profile, arch: &Arch, is_own: bool) -> Vec<Denied> {
     let is_known = is_own || has(arch.name);
     let of_old = arch.calls.split_ascii_whitespace().zip(0..);
     let all = of_old.chain(MOUNTS).filter(|(name, _)| *name != "-");
-    let all = all.filter(|(name, _)| match is_known {
-        true => profile.denies(name),
-        false => !profile.permits_others,
-    });
+    let all = all.filter(|(name, _)| !is_known || profile.denies(name));
     let mut found = Vec::new();
     for (name, number) in all {
-        let call = |arch, number| Denied {
+        let call = |arch, number, asks| Denied {
             name,
             arch,
             audit: ARCHS[usize::from(!is_own)].audit,
             number,
+            asks,
         };
-        found.push(call(arch.name, number));
-        // A profile that permits the others may leave x32 out.
-        let denies_x32 = !profile.permits_others || has("SCMP_ARCH_X32");
-        if is_own && cfg!(target_arch = "x86_64") && denies_x32 {
-            found.push(call("SCMP_ARCH_X32", number | X32));
+        let asks = |is_known| match is_known {
+            true => profile.asks(name),
+            false => Asks::default(),
+        };
+        found.push(call(arch.name, number, asks(is_known)));
+        if is_own && cfg!(target_arch = "x86_64") {
+            let name = "SCMP_ARCH_X32";
+            found.push(call(name, number | X32, asks(has(name))));
         }
     }
     found

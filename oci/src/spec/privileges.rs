@@ -24,15 +24,45 @@ pub struct Profile {
     pub architectures: BTreeSet<String>,
     /// Whether it permits what it does not name.
     pub permits_others: bool,
-    /// Whether it leaves a decision to another process.
-    pub asks: bool,
+    /// Who else may decide about what it does not name.
+    others_ask: Asks,
+    /// About which system calls a process that has the filter's descriptor decides, and a tracer.
+    notified: BTreeSet<String>,
+    traced: BTreeSet<String>,
     /// Permitted, at least with some arguments.
     permitted: BTreeSet<String>,
     /// Denied with all arguments.
     denied: BTreeSet<String>,
 }
 
+/// Who may decide instead of a filter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Asks {
+    /// A process that has the filter's descriptor.
+    pub notify: bool,
+    /// A tracer.
+    pub trace: bool,
+}
+
+impl Asks {
+    fn of(action: &Value) -> Self {
+        Self {
+            notify: action == "SCMP_ACT_NOTIFY",
+            trace: action == "SCMP_ACT_TRACE",
+        }
+    }
+}
+
 impl Profile {
+    /// Who may decide about the system call of this name.
+    pub fn asks(&self, name: &str) -> Asks {
+        let is_other = !self.permitted.contains(name) && !self.denied.contains(name);
+        Asks {
+            notify: self.notified.contains(name) || is_other && self.others_ask.notify,
+            trace: self.traced.contains(name) || is_other && self.others_ask.trace,
+        }
+    }
+
     /// Whether the system call of this name is denied, whatever its arguments are.
     pub fn denies(&self, name: &str) -> bool {
         !self.permitted.contains(name) && (!self.permits_others || self.denied.contains(name))
@@ -41,10 +71,6 @@ impl Profile {
 
 fn permits(action: &Value) -> bool {
     action == "SCMP_ACT_ALLOW" || action == "SCMP_ACT_LOG"
-}
-
-fn asks(action: &Value) -> bool {
-    action == "SCMP_ACT_NOTIFY" || action == "SCMP_ACT_TRACE"
 }
 
 impl Spec {
@@ -92,14 +118,19 @@ impl Spec {
         let mut profile = Profile {
             architectures: ordered::set_of(texts(&seccomp["architectures"])),
             permits_others: permits(&seccomp["defaultAction"]),
-            asks: asks(&seccomp["defaultAction"]),
+            others_ask: Asks::of(&seccomp["defaultAction"]),
+            notified: BTreeSet::new(),
+            traced: BTreeSet::new(),
             permitted: BTreeSet::new(),
             denied: BTreeSet::new(),
         };
         for rule in self.array("/linux/seccomp/syscalls") {
             let names = texts(&rule["names"]);
             let is_for_all = rule["args"].as_array().is_none_or(Vec::is_empty);
-            profile.asks |= asks(&rule["action"]);
+            let Asks { notify, trace } = Asks::of(&rule["action"]);
+            for (asked, by) in [(notify, &mut profile.notified), (trace, &mut profile.traced)] {
+                by.extend(names.iter().filter(|_| asked).cloned());
+            }
             if permits(&rule["action"]) {
                 profile.permitted.extend(names);
             } else if is_for_all {
@@ -224,7 +255,8 @@ mod tests {
         };
         let denied = |default| {
             let profile = spec(default).seccomp().unwrap();
-            assert!(profile.architectures.contains("SCMP_ARCH_X86") && !profile.asks);
+            assert!(profile.architectures.contains("SCMP_ARCH_X86"));
+            assert_eq!(profile.asks("mount"), Asks::default());
             let names = ["read", "clone", "personality", "mount", "socket", "bpf"];
             names
                 .into_iter()
@@ -233,7 +265,15 @@ mod tests {
         };
         assert_eq!(denied("SCMP_ACT_ERRNO"), ["mount", "socket", "bpf"]);
         assert_eq!(denied("SCMP_ACT_ALLOW"), ["mount"]);
-        assert!(spec("SCMP_ACT_NOTIFY").seccomp().unwrap().asks);
+        let notifies = spec("SCMP_ACT_NOTIFY").seccomp().unwrap();
+        let notify = Asks {
+            notify: true,
+            trace: false,
+        };
+        assert_eq!(
+            ["bpf", "mount", "read"].map(|name| notifies.asks(name)),
+            [notify, Asks::default(), Asks::default()]
+        );
         assert_eq!(process(json!({})).seccomp(), None);
     }
 

@@ -257,7 +257,13 @@ pub(super) async fn sync(
         let kept = rescued.and_then(|dir| Durable::rescued(&dir, stop).or_log());
         match (image.sync(stop), kept) {
             (Err(removed), Some(kept)) if removed.source.kind() == ErrorKind::NotFound => Ok(kept),
-            (synced, _) => synced,
+            // Order matters: what is removed after that had been there as a whole.
+            (Ok(synced), kept) => match (image.check(), kept) {
+                (Ok(()), _) => Ok(synced),
+                (Err(_), Some(kept)) => Ok(kept),
+                (Err(lost), None) => Err(EffectError::from(lost)),
+            },
+            (Err(failed), _) => Err(failed.into()),
         }
     });
     match synced.await {
@@ -325,6 +331,21 @@ mod tests {
         assert_eq!(proof_of(Some(&second)).await.unwrap(), second);
         std::fs::remove_file(second.join("inventory.img")).unwrap();
         assert!(proof_of(Some(&second)).await.is_err());
+        // The half that is left has the file that each image has.
+        std::fs::write(second.join("inventory.img"), "x").unwrap();
+        let half = dir.path().join("half");
+        let removed = ImageDir::find(&half, false).await.unwrap();
+        removed.enter(None).unwrap();
+        for name in ["inventory.img", "pages-1.img"] {
+            std::fs::write(half.join(name), "x").unwrap();
+        }
+        let limit = Duration::from_secs(60);
+        let whole = sync(&removed, None, limit, &cancel).await;
+        assert_eq!(whole.unwrap().path(), half);
+        std::fs::remove_file(half.join("pages-1.img")).unwrap();
+        assert!(sync(&removed, None, limit, &cancel).await.is_err());
+        let kept = sync(&removed, Some(&second), limit, &cancel).await;
+        assert_eq!(kept.unwrap().path(), second);
         // Another failure than that it is gone is one.
         std::fs::write(second.join("inventory.img"), "x").unwrap();
         std::fs::create_dir(&of_client).unwrap();

@@ -11,8 +11,9 @@ const SECCOMP_MAGIC: u32 = 0x6441_3049;
 /// Seccomp with a filter, as the kernel numbers it.
 const FILTER: u32 = 2;
 
-/// Most filters that apply to a thread: the kernel counts four instructions for each in addition to its own.
-const MOST: usize = 32_768 / 5;
+/// Most instructions of the filters that apply to a thread: the kernel counts four more for each.
+const MOST: usize = 32_768;
+const FOR_EACH: usize = 4;
 
 /// The seccomp filters of an image, or of the kernel.
 pub(in crate::criu) struct Filters {
@@ -73,9 +74,11 @@ impl Filters {
     /// All that apply with this one, the last one first. None if there are more than the kernel takes, if one
     /// is missing or if they lead in a circle.
     fn chain(&self, last: u32) -> Option<Vec<&Filter>> {
-        let (mut found, mut next) = (Vec::new(), Some(last));
+        let (mut found, mut next, mut left) = (Vec::new(), Some(last), MOST);
         while let Some(number) = next {
-            let filter = self.get(number).filter(|_| found.len() < MOST)?;
+            let filter = self.get(number)?;
+            let length = filter.program.as_ref().map_or(0, Program::len);
+            left = left.checked_sub(length + FOR_EACH)?;
             found.push(filter);
             next = filter.before;
         }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use firn_oci::spec::Asks;
+
 /// Bytes of an instruction: code, two distances, a constant.
 const INSTRUCTION: usize = 8;
 /// Most instructions of a program.
@@ -11,10 +13,10 @@ const MEMORY: usize = 16;
 /// Size of what it reads: number, architecture, address, six arguments.
 const DATA: u32 = 64;
 
-/// Answers that permit the call.
-const PERMITS: [u32; 2] = [0x7fff_0000, 0x7ffc_0000];
-/// Answers that let another process decide, which may permit it.
-const ASKS: [u32; 2] = [0x7ff0_0000, 0x7fc0_0000];
+/// The lowest answer that does not deny. Of the answers of several filters the lowest counts, as a number
+/// with a sign: one above this denies nothing, also one that the kernel does not know.
+const NOTIFY: i32 = 0x7fc0_0000;
+const TRACE: i32 = 0x7ff0_0000;
 const ANSWER: u32 = 0xffff_0000;
 
 #[derive(Clone, Copy)]
@@ -71,9 +73,14 @@ impl Program {
         is_whole.then(|| Self(all.iter().map(read).collect()))
     }
 
+    /// Number of its instructions.
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Whether it denies the call with any arguments. A program in which anything is unknown to this or wrong
-    /// does not. With `may_ask` also one that lets another process decide.
-    pub(super) fn denies(&self, arch: u32, number: u32, may_ask: bool) -> bool {
+    /// does not. One that lets another process decide does where the profile asks that one.
+    pub(super) fn denies(&self, arch: u32, number: u32, asks: Asks) -> bool {
         let start = State {
             accumulator: Some(0),
             index: Some(0),
@@ -93,8 +100,12 @@ impl Program {
                     }
                 }
                 Next::Ends(Some(answer)) => {
-                    let answer = answer & ANSWER;
-                    if PERMITS.contains(&answer) || !may_ask && ASKS.contains(&answer) {
+                    let denies = match (answer & ANSWER).cast_signed() {
+                        NOTIFY => asks.notify,
+                        TRACE => asks.trace,
+                        answer => answer < NOTIFY,
+                    };
+                    if !denies {
                         return false;
                     }
                 }

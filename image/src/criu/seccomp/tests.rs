@@ -10,6 +10,9 @@ const TRACE: u32 = 0x7ff0_0000;
 const NOTIFY: u32 = 0x7fc0_0000;
 const ERRNO: u32 = 0x0005_0001;
 const KILL: u32 = 0;
+/// The kernel kills for it, unless another filter has a lower answer.
+const UNKNOWN: u32 = 0x7ffd_0000;
+const KILL_PROCESS: u32 = 0x8000_0000;
 
 const OWN: u32 = ARCHS[0].audit;
 const OTHER: u32 = ARCHS[1].audit;
@@ -85,7 +88,9 @@ fn the_filter_of_the_profile_is_taken_with_others_before_it() {
     let (own, all) = (made(&[answer(ERRNO)]), program(&[answer(ALLOW)]));
     assert_eq!(permitted(profile(), &[&own]), None);
     assert_eq!(permitted(profile(), &[&all, &own]), None);
-    assert_eq!(permitted(profile(), &[&program(&[answer(KILL)])]), None);
+    for kills in [KILL, KILL_PROCESS] {
+        assert_eq!(permitted(profile(), &[&program(&[answer(kills)])]), None);
+    }
     // Without a profile that denies anything there is nothing to compare.
     let nothing = json!({"defaultAction": "SCMP_ACT_ALLOW"});
     assert_eq!(permitted(nothing, &[&all]), None);
@@ -95,9 +100,12 @@ fn the_filter_of_the_profile_is_taken_with_others_before_it() {
 fn a_filter_that_permits_what_is_denied_is_found() {
     let mount = number("mount", &ARCHS[0]);
     let first = |last: &[Instruction]| permitted(profile(), &[&made(last)]).unwrap_or_default();
-    for all in [ALLOW, LOG, TRACE, NOTIFY] {
+    for all in [ALLOW, LOG, TRACE, NOTIFY, UNKNOWN] {
         assert!(!first(&[answer(all)]).is_empty(), "{all:x}");
     }
+    // The lower answer counts, which permits.
+    let (unknown, log) = (made(&[answer(UNKNOWN)]), program(&[answer(LOG)]));
+    assert!(permitted(profile(), &[&unknown, &log]).is_some());
     for (what, tricky) in [
         (
             "by number",
@@ -199,15 +207,29 @@ fn a_profile_that_permits_the_others_denies_what_it_names() {
         {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "args": [{"index": 0}]},
     ]});
     let mount = number("mount", &ARCHS[0]);
-    let denies = [
-        load(4),
-        equal(OWN, 0, 3),
-        load(0),
-        equal(mount, 0, 1),
-        answer(ERRNO),
-        answer(ALLOW),
-    ];
-    assert_eq!(permitted(list.clone(), &[&program(&denies)]), None);
+    let with = |other: u32, x32: u32| {
+        let denies = [
+            load(4),
+            equal(OWN, 0, 3),
+            load(0),
+            (0x35, 2, 0, X32),
+            equal(mount, 2, 0),
+            answer(ALLOW),
+            answer(x32),
+            answer(ERRNO),
+        ];
+        let other = [equal(OWN, 0, 1), answer(ALLOW), answer(other)];
+        let unless_own = program(&[&[load(4)][..], &other].concat());
+        permitted(list.clone(), &[&program(&denies), &unless_own])
+    };
+    assert_eq!(with(KILL, KILL), None);
+    // It does not name these: for them libseccomp kills.
+    let other = with(ALLOW, KILL).unwrap_or_default();
+    assert!(other.ends_with(&format!("({})", ARCHS[1].name)), "{other}");
+    if cfg!(target_arch = "x86_64") {
+        let x32 = with(KILL, ALLOW).unwrap_or_default();
+        assert!(x32.ends_with("(SCMP_ARCH_X32)"), "{x32}");
+    }
     let all = program(&[answer(ALLOW)]);
     assert_eq!(
         permitted(list, &[&all]),
@@ -219,8 +241,42 @@ fn a_profile_that_permits_the_others_denies_what_it_names() {
 fn another_process_decides_only_where_the_profile_lets_it() {
     for (action, code) in [("SCMP_ACT_TRACE", TRACE), ("SCMP_ACT_NOTIFY", NOTIFY)] {
         let asked = json!({ "defaultAction": action });
-        assert_eq!(permitted(asked.clone(), &[&program(&[answer(code)])]), None);
+        let own = [
+            load(4),
+            equal(OWN, 0, 3),
+            load(0),
+            (0x35, 1, 0, X32),
+            answer(code),
+            answer(KILL),
+        ];
+        assert_eq!(permitted(asked.clone(), &[&program(&own)]), None);
         assert!(permitted(asked, &[&program(&[answer(ALLOW)])]).is_some());
+        // About the one call, and by the one that it names.
+        let names = ["mount", "ptrace"];
+        let only = |name: &str| {
+            json!({"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [
+                {"names": names, "action": "SCMP_ACT_ERRNO"},
+                {"names": [name], "action": action, "args": [{"index": 0}]},
+            ]})
+        };
+        let of = |code: u32| {
+            let mount = number("mount", &ARCHS[0]);
+            let asks = [
+                load(4),
+                equal(OWN, 0, 3),
+                load(0),
+                equal(mount, 0, 1),
+                answer(code),
+                answer(ERRNO),
+            ];
+            program(&asks)
+        };
+        assert_eq!(permitted(only("mount"), &[&of(code)]), None, "{action}");
+        assert!(permitted(only("ptrace"), &[&of(code)]).is_some(), "{action}");
+        assert!(
+            permitted(only("mount"), &[&of(TRACE + NOTIFY - code)]).is_some(),
+            "{action}"
+        );
     }
 }
 
@@ -242,7 +298,7 @@ fn what_the_kernel_does_not_take_denies_nothing() {
         &[(0x94, 0, 0, 3), answer(ERRNO)],
         &[(0x55, 0, 0, 3), answer(ERRNO)],
     ] {
-        assert!(!program(wrong).denies(OWN, 1, false), "{wrong:?}");
+        assert!(!program(wrong).denies(OWN, 1, Asks::default()), "{wrong:?}");
     }
 }
 
@@ -334,7 +390,7 @@ fn where_paths_meet_only_what_is_the_same_is_known() {
 }
 
 fn program_denies(instructions: &[Instruction]) -> bool {
-    program(instructions).denies(OWN, 1, false)
+    program(instructions).denies(OWN, 1, Asks::default())
 }
 
 #[test]
@@ -393,18 +449,18 @@ fn what_counts_as_denied_is_permitted_with_no_arguments() {
         let mut made = Vec::new();
         for _ in 0..random(12) {
             let code = CODES[usize::try_from(random(19)).unwrap()];
-            let answers = [ALLOW, LOG, ERRNO, KILL, TRACE];
+            let answers = [ALLOW, LOG, ERRNO, KILL, TRACE, UNKNOWN];
             let k = match code {
                 0x20 => 4 * random(16),
                 0x60 | 0x02 => random(3),
-                0x06 => answers[usize::try_from(random(5)).unwrap()],
+                0x06 => answers[usize::try_from(random(6)).unwrap()],
                 _ => random(4),
             };
             let distance = |random: u32| u8::try_from(random).unwrap();
             made.push((code, distance(random(3)), distance(random(3)), k));
         }
         made.extend([answer(ERRNO), answer(KILL), answer(ERRNO)]);
-        if !program(&made).denies(OWN, 1, false) {
+        if !program(&made).denies(OWN, 1, Asks::default()) {
             continue;
         }
         denied += 1;
@@ -415,8 +471,8 @@ fn what_counts_as_denied_is_permitted_with_no_arguments() {
                 continue;
             };
             taken += 1;
-            let found = found & 0xffff_0000;
-            assert!(![ALLOW, LOG, TRACE, NOTIFY].contains(&found), "{made:?} {data:?}");
+            let found = (found & 0xffff_0000).cast_signed();
+            assert!(found < NOTIFY.cast_signed(), "{made:?} {data:?}");
         }
     }
     assert!(denied > 1000 && taken > 50_000, "{denied} denied, {taken} runs");

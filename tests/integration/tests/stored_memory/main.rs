@@ -170,6 +170,36 @@ fn a_damaged_store_is_found(platform: Platform) -> Result<()> {
     })
 }
 
+/// What the store had of an earlier checkpoint is believed by its size, and not if the container is to end.
+fn no_container_ends_on_a_damaged_store(platform: Platform) -> Result<()> {
+    on([host(platform, "sm-exit", 1)?], |[host]| {
+        host.configure(STORE)?;
+        let fixed = MIB.to_string();
+        let job = Container::count(host, "job", &["0"], 1, &["--fixed-mib", &fixed])?;
+        job.goes_on(3)?;
+        job.checkpoint("checkpoint/early")?;
+        let all = extents(host)?;
+        let damaged = &all[all.len() / 2];
+        let node = host.node();
+        let damage = format!(
+            "cp {damaged} /srv/kept; printf x | dd of={damaged} bs=1 seek=1000000 conv=notrunc status=none"
+        );
+        node.run(&["sh", "-c", &damage])?;
+        for place in ["checkpoint/last", "/root/last"] {
+            let failed = failure(node.run(&["firn", "checkpoint", "--exit", "job", place]))?;
+            ensure!(failed.contains("FIRN-STORE-DAMAGED"), "{place}: {failed}");
+            job.goes_on(3).context(place)?;
+        }
+        node.run(&["cp", "/srv/kept", damaged])?;
+        node.run(&["firn", "checkpoint", "--exit", "job", "checkpoint/last"])?;
+        job.remove()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/last", 1)?;
+        copy.goes_on(3)?;
+        copy.remove()?;
+        host.idle()
+    })
+}
+
 /// A store that gets full costs nothing; neither does a directory that is none.
 fn a_full_store_costs_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "sm-full", 1)?], |[host]| {
@@ -337,6 +367,7 @@ fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
 fn main() -> ExitCode {
     matrix::run(&cases! {
         large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
+        no_container_ends_on_a_damaged_store [FORKY_V2];
         a_damaged_store_is_found [FORKY];
         a_full_store_costs_nothing [FORKY, FORKY_V2];
         a_family_that_shares_memory_moves_too [FORKY, TRIXIE];
