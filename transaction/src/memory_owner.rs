@@ -10,8 +10,6 @@ use firn_config::Config;
 use firn_image::store::{Owner, Reader};
 use firn_oci::Spec;
 
-use crate::restore::Refusal;
-
 /// Who has chosen a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chosen {
@@ -32,19 +30,18 @@ pub(crate) fn owner(spec: &Spec, containerd: &str) -> Option<Owner> {
     }
 }
 
-/// Whose memory a checkpoint may name that is restored into a container with this spec.
-pub(crate) fn reader(spec: &Spec, chosen: Chosen, config: &Config) -> Result<Reader, Refusal> {
+/// Whose memory a checkpoint may name that is restored into a container with this spec. None: nobody's.
+pub(crate) fn reader(spec: &Spec, chosen: Chosen, config: &Config) -> Option<Reader> {
     match chosen {
-        Chosen::ByOperator => Ok(Reader::Root),
-        Chosen::ByClient if spec.author().owns_node() => Ok(Reader::Root),
-        Chosen::ByPod if !config.restore.images_from_store => Err(Refusal::ImageFromStore),
-        Chosen::ByClient | Chosen::ByPod => Ok(Reader::Pod(spec.pod_namespace().map(str::to_owned))),
+        Chosen::ByOperator => Some(Reader::Root),
+        Chosen::ByClient if spec.author().owns_node() => Some(Reader::Root),
+        Chosen::ByPod if !config.restore.images_from_store => None,
+        Chosen::ByClient | Chosen::ByPod => Some(Reader::Pod(spec.pod_namespace().map(str::to_owned))),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use firn_host::Problem;
     use serde_json::json;
 
     use super::*;
@@ -71,21 +68,15 @@ mod tests {
     fn only_root_gives_a_pod_the_memory_of_others() {
         let mut config = Config::default();
         let client = Spec::from(json!({}));
-        let of = |spec: &Spec, chosen, config: &Config| {
-            reader(spec, chosen, config).map_err(|error| error.code().to_owned())
-        };
-        let own = Ok(Reader::Pod(Some("ml".to_owned())));
-        assert_eq!(of(&client, Chosen::ByClient, &config), Ok(Reader::Root));
-        assert_eq!(of(&pod(), Chosen::ByOperator, &config), Ok(Reader::Root));
-        assert_eq!(of(&pod(), Chosen::ByClient, &config), own);
-        assert_eq!(
-            of(&pod(), Chosen::ByPod, &config),
-            Err("FIRN-STORE-OWNER".to_owned())
-        );
+        let own = Some(Reader::Pod(Some("ml".to_owned())));
+        assert_eq!(reader(&client, Chosen::ByClient, &config), Some(Reader::Root));
+        assert_eq!(reader(&pod(), Chosen::ByOperator, &config), Some(Reader::Root));
+        assert_eq!(reader(&pod(), Chosen::ByClient, &config), own);
+        assert_eq!(reader(&pod(), Chosen::ByPod, &config), None);
         config.restore.images_from_store = true;
-        assert_eq!(of(&pod(), Chosen::ByPod, &config), own);
+        assert_eq!(reader(&pod(), Chosen::ByPod, &config), own);
         // Nobody knows whose.
         let crio = Spec::from(json!({"annotations": {"io.kubernetes.cri-o.Name": "c"}}));
-        assert_eq!(of(&crio, Chosen::ByPod, &config), Ok(Reader::Pod(None)));
+        assert_eq!(reader(&crio, Chosen::ByPod, &config), Some(Reader::Pod(None)));
     }
 }

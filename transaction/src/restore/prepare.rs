@@ -199,7 +199,7 @@ impl Preparation<'_> {
             key: config.images.store_key.clone(),
             memory,
             checkpoint: Some(manifest.checkpoint.clone()),
-            reader: memory_owner::reader(spec, self.chosen, config)?,
+            reader: memory_owner::reader(spec, self.chosen, config).ok_or(Refusal::ImageFromStore)?,
         };
         let copier = Copier {
             hook: hook.to_owned(),
