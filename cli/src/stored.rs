@@ -51,16 +51,23 @@ impl InStore {
 }
 
 fn pin(memory: &StoredMemory) -> Result<(), ProblemReport> {
-    let images = Config::load(Keys::STORE)?.images;
-    // Without a store the checkpoint would have failed.
-    if let Some(path) = images.store {
-        let store = Store::open(&path, &Packing::with_key(images.store_key.as_deref())?)?;
+    if let Some(store) = of_node()? {
         store.pin(&memory.index, Pin::Checkpoint)?;
     }
     Ok(())
 }
 
-/// Why a container may not end with a checkpoint of which a store has some memory.
+/// The store of this node's configuration. Without one a checkpoint that needs it would have failed.
+fn of_node() -> Result<Option<Store>, CompareError> {
+    let images = Config::load(Keys::STORE)?.images;
+    let Some(path) = images.store else {
+        return Ok(None);
+    };
+    let packing = Packing::with_key(images.store_key.as_deref())?;
+    Ok(Some(Store::open(&path, &packing)?))
+}
+
+/// Why the node's store cannot be used, or a container may not end with a checkpoint whose memory it has.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum CompareError {
     #[error(transparent)]
@@ -75,12 +82,9 @@ pub enum CompareError {
 /// # Errors
 /// The store or the index cannot be read, or an extent is not there or has another content.
 pub fn compare(memory: &StoredMemory) -> Result<(), CompareError> {
-    let images = Config::load(Keys::STORE)?.images;
-    // Without a store the checkpoint would have failed.
-    let Some(path) = images.store else {
+    let Some(store) = of_node()? else {
         return Ok(());
     };
-    let store = Store::open(&path, &Packing::with_key(images.store_key.as_deref())?)?;
     let index = store.index(&memory.index)?;
     let extents = index.extents();
     let extents: BTreeMap<Digest, usize> = extents

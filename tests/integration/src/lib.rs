@@ -41,6 +41,17 @@ pub use pods::{KUBERNETES, configure_pods, crictl, import_pod_images, install_ne
 pub use stall::StallFs;
 pub use task::{Pending, Task, any, describe};
 
+/// Removes all memory from the store that no checkpoint needs.
+pub const GC: [&str; 7] = [
+    "firn",
+    "store",
+    "gc",
+    "--grace",
+    "0s",
+    "--unreferenced-since",
+    "0s",
+];
+
 /// containerd's runtime name for firn.
 pub const FIRN: &str = "io.containerd.firn.v2";
 /// containerd's own runtime.

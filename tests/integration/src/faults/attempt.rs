@@ -8,9 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::case::{Case, Fault, Flow, From, Often, Victim};
 use super::inject::Injections;
-use super::testbed::{Asked, Call, GC, ID, Job, TEMPLATE, Testbed};
+use super::testbed::{Asked, Call, ID, Job, TEMPLATE, Testbed};
 use super::{park, stalls};
-use crate::Census;
+use crate::{Census, GC};
 
 /// Between two collections of a store's garbage.
 const BETWEEN: Duration = Duration::from_millis(50);

@@ -13,7 +13,7 @@ use super::case::{From, Subject};
 use super::counting::Counting;
 use super::{disk, inject, stalls};
 use crate::{
-    Archive, Census, Container, GpuHost, NAMES_HOOKS, Pending, SHARES_NOTHING, SimGpu, Task, answer,
+    Archive, Census, Container, GC, GpuHost, NAMES_HOOKS, Pending, SHARES_NOTHING, SimGpu, Task, answer,
 };
 
 /// The container.
@@ -82,17 +82,6 @@ pub(super) struct Asked<'a> {
 fn log(job: usize) -> String {
     format!("/counter-{job}.log")
 }
-
-/// Removes all memory from the store that no checkpoint needs.
-pub(super) const GC: [&str; 7] = [
-    "firn",
-    "store",
-    "gc",
-    "--grace",
-    "0s",
-    "--unreferenced-since",
-    "0s",
-];
 
 impl Testbed {
     /// Starts a host and makes the template.

@@ -1,7 +1,7 @@
 //! Image directories that are copied, with their memory put from the store into the image and back.
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, on};
+use firn_lab::{Container, GC, GpuHost, on};
 use firn_node::Platform;
 
 use crate::{MIB, REST, STORE, extents, host, job, size};
@@ -59,15 +59,7 @@ pub fn an_imported_image_has_its_memory_in_the_store(platform: Platform) -> Resu
         ensure!(image >= MIB && stored < REST, "{image} MiB became {stored} MiB");
         ensure!(!extents(host)?.is_empty(), "nothing is in the store");
         // Its index belongs to the directory.
-        node.run(&[
-            "firn",
-            "store",
-            "gc",
-            "--grace",
-            "0s",
-            "--unreferenced-since",
-            "0s",
-        ])?;
+        node.run(&GC)?;
         node.run(&["firn", "store", "export", "/srv/stored", "/srv/again"])?;
         node.run(&["rm", "-r", "/srv/image"])?;
 

@@ -1,7 +1,7 @@
 //! A second checkpoint writes what has changed, and needs nothing of the first.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, on};
+use firn_lab::{Container, GC, GpuHost, on};
 use firn_node::Platform;
 use serde_json::Value;
 
@@ -65,15 +65,7 @@ pub fn a_second_checkpoint_writes_what_has_changed(platform: Platform) -> Result
         // Nobody has stated that it is gone.
         node.run(&["firn", "store", "gc", "--grace", "0s"])?;
         ensure!(listed(host)?.len() == 2, "gc has removed what may be elsewhere");
-        node.run(&[
-            "firn",
-            "store",
-            "gc",
-            "--grace",
-            "0s",
-            "--unreferenced-since",
-            "0s",
-        ])?;
+        node.run(&GC)?;
         let left = listed(host)?;
         ensure!(left.len() == 1 && left[0]["id"] == second[0]["id"], "{left:?}");
         node.run(&["firn", "store", "verify"])?;

@@ -1,7 +1,7 @@
 //! A checkpoint with a name in the store.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{failure, on};
+use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
 use crate::{STORE, extents, host, job};
@@ -22,17 +22,7 @@ pub fn gc_keeps_the_memory_of_a_named_checkpoint(platform: Platform) -> Result<(
         ensure!(named["dir"] == "/srv/store/named/default/warm", "{named}");
         node.run(&["rm", "-r", "/srv/warm"])?;
         let dir = "/srv/store/named/default/warm/checkpoint";
-        let collect = || {
-            node.run(&[
-                "firn",
-                "store",
-                "gc",
-                "--grace",
-                "0s",
-                "--unreferenced-since",
-                "0s",
-            ])
-        };
+        let collect = || node.run(&GC);
         let kept = collect()?.stdout;
         ensure!(kept.contains(&format!("{dir} is there")), "{kept}");
         let modes = node.run(&[

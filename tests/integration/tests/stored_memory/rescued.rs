@@ -1,7 +1,7 @@
 //! An image that was rescued, of which the store has the memory.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{failure, on};
+use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
 use crate::{STORE, extents, host, job};
@@ -24,17 +24,7 @@ pub fn gc_keeps_the_memory_of_a_rescued_image(platform: Platform) -> Result<()> 
         let before = job.lines()?.reached(1);
         let _ = node.run(&["ctr", "tasks", "delete", "--force", "job"]);
 
-        let collect = || {
-            node.run(&[
-                "firn",
-                "store",
-                "gc",
-                "--grace",
-                "0s",
-                "--unreferenced-since",
-                "0s",
-            ])
-        };
+        let collect = || node.run(&GC);
         let kept = collect()?.stdout;
         ensure!(kept.contains(&format!("{dir} is there")), "{kept}");
         node.run(&["firn", "restore", "--dir", dir, "job"])?;

@@ -1,24 +1,13 @@
 //! Places for checkpoints that are on file systems of their own.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{failure, on};
+use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
 use crate::{STORE, extents, host, job};
 
 /// Where pods' checkpoints and rescued images are, each a mount of a directory below /srv/disks.
 const PLACES: &str = "[restore]\nfrom-dir = \"/srv/warm\"\n[checkpoint]\nrescue-dir = \"/srv/rescued\"\n";
-
-/// What may go if anything may.
-const ANYTHING: [&str; 7] = [
-    "firn",
-    "store",
-    "gc",
-    "--grace",
-    "0s",
-    "--unreferenced-since",
-    "0s",
-];
 
 /// gc removes nothing while a place is not mounted that was, whatever was stated of its checkpoints.
 pub fn gc_removes_nothing_while_checkpoints_are_not_mounted(platform: Platform) -> Result<()> {
@@ -45,12 +34,12 @@ pub fn gc_removes_nothing_while_checkpoints_are_not_mounted(platform: Platform) 
             let parent = image.rsplit_once('/').context("a path")?.0;
             node.run(&["mkdir", "-p", parent])?;
             node.run(&["mv", "/srv/image", image])?;
-            let kept = node.run(&ANYTHING)?.stdout;
+            let kept = node.run(&GC)?.stdout;
             ensure!(kept.contains(&format!("{image} is there")), "{kept}");
             // Whoever states it does not know better.
             node.run(&["firn", "store", "unpin", &id])?;
             node.run(&["umount", &place])?;
-            let output = failure(node.run(&ANYTHING).map(drop))?;
+            let output = failure(node.run(&GC).map(drop))?;
             for part in [
                 "FIRN-STORE-UNUSABLE",
                 "is not mounted",
@@ -61,7 +50,7 @@ pub fn gc_removes_nothing_while_checkpoints_are_not_mounted(platform: Platform) 
             }
             ensure!(!extents(host)?.is_empty(), "memory is gone that {image} needs");
             node.run(&["mount", "--bind", &format!("/srv/disks/{name}"), &place])?;
-            let kept = node.run(&ANYTHING)?.stdout;
+            let kept = node.run(&GC)?.stdout;
             ensure!(kept.contains(&format!("{image} is there")), "{kept}");
             node.run(&["mv", image, "/srv/image"])?;
         }
@@ -70,7 +59,7 @@ pub fn gc_removes_nothing_while_checkpoints_are_not_mounted(platform: Platform) 
         node.run(&["firn", "store", "pin", &id])?;
         node.run(&["mkdir", "/srv/archive"])?;
         node.run(&["mv", "/srv/image", "/srv/archive/image"])?;
-        node.run(&ANYTHING)?;
+        node.run(&GC)?;
         node.run(&["firn", "restore", "--dir", "/srv/archive/image", "job"])?;
         let lines = job.goes_on(3)?;
         let goes_on = lines.0.iter().any(|line| line.iter == before + 1);

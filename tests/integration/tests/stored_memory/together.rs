@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, StallFs, on};
+use firn_lab::{Container, GC, GpuHost, SimGpu, StallFs, on};
 use firn_node::{Platform, wait_for};
 
 use crate::STORE;
@@ -70,15 +70,7 @@ pub fn two_checkpoints_and_gc_share_a_store(platform: Platform) -> Result<()> {
         let checkpoint = |job: &Container<'_>| job.begin_checkpoint(&image(job.id()));
         let mut clients = jobs.iter().map(checkpoint).collect::<Result<Vec<_>>>()?;
         wait_for("both copies", SOON, || Ok(are_copied(host)?.then_some(())))?;
-        let mut gc = node.spawn(&[
-            "firn",
-            "store",
-            "gc",
-            "--grace",
-            "0s",
-            "--unreferenced-since",
-            "0s",
-        ])?;
+        let mut gc = node.spawn(&GC)?;
         store.go_on()?;
         for client in &mut clients {
             ensure!(client.wait()?.success(), "a checkpoint failed");
