@@ -22,6 +22,23 @@ pub(super) use program::Program;
 /// What comes before the numbers of x32.
 const X32: u32 = 0x4000_0000;
 
+/// The system calls for which x32 has numbers of its own, from [`X32_FIRST`] on.
+const X32_CALLS: &str = include_str!("seccomp/x32.txt");
+
+const X32_FIRST: u32 = 512;
+
+/// Those that x32 does not have: libseccomp makes no rule for them.
+const NOT_OF_X32: [&str; 8] = [
+    "uselib",
+    "_sysctl",
+    "nfsservctl",
+    "set_thread_area",
+    "get_thread_area",
+    "epoll_ctl_old",
+    "epoll_wait_old",
+    "vserver",
+];
+
 /// The same numbers on all architectures.
 const MOUNTS: [(&str, u32); 6] = [
     ("open_tree", 428),
@@ -93,11 +110,14 @@ pub(super) struct DeniedCalls(Vec<Denied>);
 impl DeniedCalls {
     pub(super) fn of(spec: &Spec) -> Self {
         let profile = spec.seccomp().filter(|_| spec.has_seccomp());
-        let archs = || ARCHS.iter().enumerate();
         let all = profile.map(|profile| {
-            archs()
-                .flat_map(|(at, arch)| denied(&profile, arch, at == 0))
-                .collect()
+            let [own, other] = &ARCHS;
+            let mut all = denied(&profile, own.name, own.audit, numbers(own));
+            all.extend(denied(&profile, other.name, other.audit, numbers(other)));
+            if cfg!(target_arch = "x86_64") {
+                all.extend(denied(&profile, "SCMP_ARCH_X32", own.audit, numbers_of_x32()));
+            }
+            all
         });
         Self(all.unwrap_or_default())
     }
@@ -110,33 +130,42 @@ impl DeniedCalls {
     }
 }
 
-/// A filter knows the architecture of the host and those that the profile names, and kills for others.
-fn denied(profile: &Profile, arch: &Arch, is_own: bool) -> Vec<Denied> {
-    let has = |name| profile.architectures.contains(name);
-    let is_known = is_own || has(arch.name);
+type Call = (&'static str, u32);
+
+fn numbers(arch: &Arch) -> impl Iterator<Item = Call> + use<> {
     let of_old = arch.calls.split_ascii_whitespace().zip(0..);
-    let all = of_old.chain(MOUNTS).filter(|(name, _)| *name != "-");
-    let all = all.filter(|(name, _)| !is_known || profile.denies(name));
-    let mut found = Vec::new();
-    for (name, number) in all {
-        let call = |arch, number, asks| Denied {
-            name,
-            arch,
-            audit: ARCHS[usize::from(!is_own)].audit,
-            number,
-            asks,
-        };
-        let asks = |is_known| match is_known {
-            true => profile.asks(name),
-            false => Asks::default(),
-        };
-        found.push(call(arch.name, number, asks(is_known)));
-        if is_own && cfg!(target_arch = "x86_64") {
-            let name = "SCMP_ARCH_X32";
-            found.push(call(name, number | X32, asks(has(name))));
-        }
-    }
-    found
+    of_old.chain(MOUNTS).filter(|(name, _)| *name != "-")
+}
+
+fn numbers_of_x32() -> impl Iterator<Item = Call> {
+    let own = || X32_CALLS.split_ascii_whitespace();
+    let is_common = move |name: &str| !NOT_OF_X32.contains(&name) && !own().any(|other| other == name);
+    let common = numbers(&ARCHS[0]).filter(move |(name, _)| is_common(name));
+    let all = common.chain(own().zip(X32_FIRST..));
+    all.map(|(name, number)| (name, number | X32))
+}
+
+/// A filter knows the architecture of the host and those that the profile names, and kills for others.
+fn denied(
+    profile: &Profile,
+    arch: &'static str,
+    audit: u32,
+    calls: impl Iterator<Item = Call>,
+) -> Vec<Denied> {
+    let is_known = arch == ARCHS[0].name || profile.architectures.contains(arch);
+    let denied = calls.filter(|(name, _)| !is_known || profile.denies(name));
+    let with_asks = denied.map(|(name, number)| Denied {
+        name,
+        arch,
+        audit,
+        number,
+        asks: if is_known {
+            profile.asks(name)
+        } else {
+            Asks::default()
+        },
+    });
+    with_asks.collect()
 }
 
 #[cfg(test)]

@@ -238,6 +238,35 @@ fn a_profile_that_permits_the_others_denies_what_it_names() {
 }
 
 #[test]
+#[cfg(target_arch = "x86_64")]
+fn x32_has_numbers_of_its_own() {
+    let list = json!({"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X32"], "syscalls": [
+        {"names": ["ptrace", "mount", "uselib"], "action": "SCMP_ACT_ERRNO"},
+    ]});
+    let [ptrace, mount, uselib] = ["ptrace", "mount", "uselib"].map(|name| number(name, &ARCHS[0]));
+    // As libseccomp 2.5.4 makes it: `ptrace` is 521 there, and nobody has `uselib`.
+    let with = |ptrace_of_x32: u32| {
+        let denies = [
+            load(4),
+            equal(OWN, 1, 0),
+            answer(KILL),
+            load(0),
+            equal(ptrace, 4, 0),
+            equal(mount, 3, 0),
+            equal(uselib, 2, 0),
+            equal(mount | X32, 1, 0),
+            equal(ptrace_of_x32, 0, 1),
+            answer(ERRNO),
+            answer(ALLOW),
+        ];
+        permitted(list.clone(), &[&program(&denies)])
+    };
+    assert_eq!(with(521 | X32), None);
+    let permits = Some("ptrace (SCMP_ARCH_X32)".to_owned());
+    assert_eq!(with(ptrace | X32), permits);
+}
+
+#[test]
 fn another_process_decides_only_where_the_profile_lets_it() {
     for (action, code) in [("SCMP_ACT_TRACE", TRACE), ("SCMP_ACT_NOTIFY", NOTIFY)] {
         let asked = json!({ "defaultAction": action });
