@@ -6,7 +6,8 @@
 //! unknown. No path may permit the call: where the arguments do not matter, a filter of libseccomp decides by
 //! architecture and number alone.
 //!
-//! Not compared: calls that the profile permits for some arguments, and those that Linux has had since 5.1
+//! Not compared: calls that the profile permits for some arguments, who is asked where the profile leaves the
+//! answer to somebody else (CRIU restores no listener), and calls that Linux has had since 5.1
 //! only, apart from the ones that make mounts. Which of these a container's default profile denies depends on
 //! the version of containerd and docker, and containers move between these.
 
@@ -124,7 +125,12 @@ impl DeniedCalls {
 
     /// The first that none of the programs denies. All of them decide about a process.
     pub(super) fn permitted(&self, programs: &[&Program]) -> Option<&Denied> {
-        let denies = |program: &Program, call: &Denied| program.denies(call.audit, call.number, call.asks);
+        // The lower answer counts: another filter may have one below that which leaves it to a tracer.
+        let is_alone = programs.len() == 1;
+        let denies = |program: &Program, call: &Denied| {
+            let trace = call.asks.trace && is_alone;
+            program.denies(call.audit, call.number, Asks { trace, ..call.asks })
+        };
         let mut calls = self.0.iter();
         calls.find(|call| !programs.iter().any(|program| denies(program, call)))
     }

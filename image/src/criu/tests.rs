@@ -375,6 +375,26 @@ fn less_than_the_spec_allows_is_taken() {
 }
 
 #[test]
+fn a_filter_has_the_flags_of_a_dump_alone() {
+    // For all threads, logged; without the defence against speculation, with a listener, killable waits.
+    for (flags, is_taken) in [
+        (1, true),
+        (2, true),
+        (3, true),
+        (4, false),
+        (8, false),
+        (32, false),
+    ] {
+        let mut image = given();
+        image.filter_flags = flags;
+        let is_refused = image
+            .checked()
+            .is_err_and(|fault| fault.code() == "FIRN-IMAGE-CORRUPT");
+        assert_eq!(is_refused, !is_taken, "{flags}");
+    }
+}
+
+#[test]
 fn a_container_of_the_hosts_may_be_one() {
     let mut image = given();
     image.spec =

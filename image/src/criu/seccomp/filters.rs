@@ -28,26 +28,34 @@ struct Filter {
     before: Option<u32>,
     /// CRIU gives it to all threads of the process at once, and the image has it with the first thread alone.
     is_for_all: bool,
+    /// Flags that no dump has: a listener of its own would decide what the profile leaves to somebody else.
+    has_others: bool,
 }
 
 impl Filters {
     pub(in crate::criu) fn read(image: &Image) -> Result<Self, ImageFault> {
         const NAME: &str = "seccomp.img";
         const FOR_ALL: u32 = 1;
+        const LOGS: u32 = 2;
+        let malformed = |what| ImageFault::malformed(NAME, what);
         let all = image.read_one(NAME, SECCOMP_MAGIC, |message| {
             message.each(1, |filter| {
+                let flags = filter.number(3)?.unwrap_or(0);
                 Ok(Filter {
                     program: Program::parse(filter.bytes(1)?.unwrap_or_default()),
                     before: filter.number(2)?,
-                    is_for_all: filter.number(3)?.unwrap_or(0) & FOR_ALL != 0,
+                    is_for_all: flags & FOR_ALL != 0,
+                    has_others: flags & !(FOR_ALL | LOGS) != 0,
                 })
             })
         })?;
         let all = all.unwrap_or_default();
         if all.iter().any(|filter| filter.program.is_none()) {
-            return Err(ImageFault::malformed(
-                NAME,
-                "a filter that the kernel does not take",
+            return Err(malformed("a filter that the kernel does not take"));
+        }
+        if all.iter().any(|filter| filter.has_others) {
+            return Err(malformed(
+                "a filter with flags that neither the kernel reports nor CRIU adds",
             ));
         }
         Ok(Self::of(all))
@@ -59,6 +67,7 @@ impl Filters {
             program: None,
             before: None,
             is_for_all: false,
+            has_others: false,
         }])
     }
 
