@@ -16,11 +16,13 @@
 //! place.
 
 use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use firn_config::names;
 use firn_host::durable::{self, NotOnDisk};
-use firn_image::manifest::is_of_image;
+use firn_image::manifest::{ImageFile, is_of_image};
 
 use crate::elsewhere::RunsElsewhere;
 
@@ -34,12 +36,23 @@ pub struct Durable(PathBuf);
 
 impl Durable {
     /// Syncs the files of an image directory, and then the directory. `inside` leads to it, and `path` is
-    /// shown. Fails soon after `stop` is set, and if there is no image: its client may have removed it.
-    pub fn image(inside: &Path, path: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
+    /// shown. Fails soon after `stop` is set, and if one of `files` is not there any more, or has not the size
+    /// that it had: the client may have removed the image. With `files` there has to be a manifest.
+    pub fn image(
+        inside: &Path,
+        path: &Path,
+        files: &[ImageFile],
+        stop: &AtomicBool,
+    ) -> Result<Self, NotOnDisk> {
         let is_meant = |name: &std::ffi::OsStr| name.to_str().is_some_and(is_of_image);
         let synced = durable::sync_files(inside, is_meant, stop);
         // Order matters: a client that removes the image begins anywhere.
         let synced = synced.and_then(|()| durable::sync_file(&inside.join(INVENTORY)));
+        let synced = synced.and_then(|()| files.iter().try_for_each(|file| file_is_whole(inside, file)));
+        let synced = synced.and_then(|()| match files {
+            [] => Ok(()),
+            _ => durable::sync_file(&inside.join(names::MANIFEST)),
+        });
         synced.map_err(|NotOnDisk { path: at, source }| NotOnDisk {
             path: match at.strip_prefix(inside) {
                 Ok(rest) if rest.as_os_str().is_empty() => path.to_owned(),
@@ -52,8 +65,8 @@ impl Durable {
     }
 
     /// As [`Self::image`], of a second directory of an image, and its name in the directory above.
-    pub(crate) fn rescued(dir: &Path, stop: &AtomicBool) -> Result<Self, NotOnDisk> {
-        let _files = Self::image(dir, dir, stop)?;
+    pub(crate) fn rescued(dir: &Path, files: &[ImageFile], stop: &AtomicBool) -> Result<Self, NotOnDisk> {
+        let _files = Self::image(dir, dir, files, stop)?;
         Self::named(dir)
     }
 
@@ -82,6 +95,17 @@ impl Durable {
     pub fn path(&self) -> &Path {
         &self.0
     }
+}
+
+fn file_is_whole(dir: &Path, file: &ImageFile) -> Result<(), NotOnDisk> {
+    let path = dir.join(&file.name);
+    let size = path.symlink_metadata().map(|metadata| metadata.len());
+    let source = match size {
+        Ok(size) if size == file.size => return Ok(()),
+        Ok(size) => io::Error::other(format!("it has {size} bytes instead of {}", file.size)),
+        Err(error) => error,
+    };
+    Err(NotOnDisk { path, source })
 }
 
 /// Shown: the workload may end.
@@ -140,7 +164,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (inside, path) = (dir.path().join("inside"), Path::new("/srv/image"));
         let go = AtomicBool::new(false);
-        let image = || Durable::image(&inside, path, &go);
+        let image = || Durable::image(&inside, path, &[], &go);
         assert_eq!(image().unwrap_err().path, path);
         std::fs::create_dir(&inside).unwrap();
         assert_eq!(image().unwrap_err().path, path.join(INVENTORY));

@@ -245,17 +245,19 @@ pub(super) async fn describe(
 }
 
 /// Makes sure that an image is on its disk, after which a workload may end for it: in its directory, or in
-/// the second one that firn has made of it, if the client has gone and removed the first.
+/// the second one that firn has made of it, if the client has gone and removed the first. Without `files` only
+/// the watch of the directory shows that some were removed.
 pub(super) async fn sync(
     image: &ImageDir,
     rescued: Option<&Path>,
+    files: Vec<ImageFile>,
     limit: Duration,
     cancel: &CancellationToken,
 ) -> Result<Durable, EffectError> {
     let (image, rescued) = (image.clone(), rescued.map(Path::to_owned));
     let synced = stoppable_until(limit, cancel.stopped(), move |stop| {
-        let kept = rescued.and_then(|dir| Durable::rescued(&dir, stop).or_log());
-        match (image.sync(stop), kept) {
+        let kept = rescued.and_then(|dir| Durable::rescued(&dir, &files, stop).or_log());
+        match (image.sync(&files, stop), kept) {
             (Err(removed), Some(kept)) if removed.source.kind() == ErrorKind::NotFound => Ok(kept),
             // Order matters: what is removed after that had been there as a whole.
             (Ok(synced), kept) => match (image.check(), kept) {
@@ -318,7 +320,7 @@ mod tests {
         let image = ImageDir::find(&of_client, false).await.unwrap();
         let cancel = CancellationToken::default();
         let proof_of = async |rescued: Option<&Path>| {
-            let synced = sync(&image, rescued, Duration::from_secs(60), &cancel).await;
+            let synced = sync(&image, rescued, Vec::new(), Duration::from_secs(60), &cancel).await;
             synced.map(|durable| durable.path().to_owned())
         };
         assert_eq!(proof_of(None).await.unwrap(), of_client);
@@ -340,18 +342,61 @@ mod tests {
             std::fs::write(half.join(name), "x").unwrap();
         }
         let limit = Duration::from_secs(60);
-        let whole = sync(&removed, None, limit, &cancel).await;
+        let whole = sync(&removed, None, Vec::new(), limit, &cancel).await;
         assert_eq!(whole.unwrap().path(), half);
         std::fs::remove_file(half.join("pages-1.img")).unwrap();
-        assert!(sync(&removed, None, limit, &cancel).await.is_err());
-        let kept = sync(&removed, Some(&second), limit, &cancel).await;
+        assert!(sync(&removed, None, Vec::new(), limit, &cancel).await.is_err());
+        let kept = sync(&removed, Some(&second), Vec::new(), limit, &cancel).await;
         assert_eq!(kept.unwrap().path(), second);
         // Another failure than that it is gone is one.
         std::fs::write(second.join("inventory.img"), "x").unwrap();
         std::fs::create_dir(&of_client).unwrap();
         std::os::unix::fs::symlink("pages-1.img", of_client.join("inventory.img")).unwrap();
         let image = ImageDir::find(&of_client, false).await.unwrap();
-        let synced = sync(&image, Some(&second), Duration::from_secs(60), &cancel).await;
+        let synced = sync(
+            &image,
+            Some(&second),
+            Vec::new(),
+            Duration::from_secs(60),
+            &cancel,
+        )
+        .await;
         assert!(synced.is_err());
+    }
+
+    /// Where the directory cannot be watched, and the client's removal is in its middle.
+    #[tokio::test]
+    async fn an_image_without_one_of_its_files_is_no_proof() {
+        let dir = tempfile::tempdir().unwrap();
+        let [of_client, second] = ["image", "second"].map(|name| dir.path().join(name));
+        let names = ["inventory.img", "pstree.img", "pages-1.img", "firn.json"];
+        for dir in [&of_client, &second] {
+            std::fs::create_dir(dir).unwrap();
+            for name in names {
+                std::fs::write(dir.join(name), name).unwrap();
+            }
+        }
+        let unwatched = ImageDir::find(&of_client, false).await.unwrap();
+        let cancel = CancellationToken::default();
+        let files = describe(&unwatched, Vec::new(), Duration::MAX, &cancel)
+            .await
+            .unwrap();
+        assert_eq!(files.len(), 3);
+        let proof_of = async |rescued: Option<&Path>| {
+            let synced = sync(&unwatched, rescued, files.clone(), Duration::MAX, &cancel).await;
+            synced.map(|durable| durable.path().to_owned())
+        };
+        assert_eq!(proof_of(Some(&second)).await.unwrap(), of_client);
+        for name in names {
+            std::fs::remove_file(of_client.join(name)).unwrap();
+            assert!(proof_of(None).await.is_err(), "{name}");
+            assert_eq!(proof_of(Some(&second)).await.unwrap(), second, "{name}");
+            std::fs::rename(second.join(name), dir.path().join(name)).unwrap();
+            assert!(proof_of(Some(&second)).await.is_err(), "{name}");
+            std::fs::rename(dir.path().join(name), second.join(name)).unwrap();
+            std::fs::write(of_client.join(name), name).unwrap();
+        }
+        std::fs::write(of_client.join("pages-1.img"), "short").unwrap();
+        assert!(proof_of(Some(&second)).await.is_err(), "another size");
     }
 }

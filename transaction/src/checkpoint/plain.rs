@@ -142,7 +142,7 @@ async fn synced(container: &Container, request: &Request) -> Result<(), Checkpoi
     }
     let guard = container.transaction.begin();
     let limit = configured().deadlines.criu_dump;
-    let Err(cause) = sync(image, None, limit, &guard.cancel).await else {
+    let Err(cause) = sync(image, None, Vec::new(), limit, &guard.cancel).await else {
         return Ok(());
     };
     let is_alive = !guard.cancel.is_cancelled() && procfs::is_alive(container.init.pid());

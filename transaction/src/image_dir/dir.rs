@@ -19,7 +19,7 @@ use std::time::Duration;
 use firn_config::{OpenImageDir, names};
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
-use firn_image::manifest;
+use firn_image::manifest::{self, ImageFile};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
@@ -338,9 +338,9 @@ impl ImageDir {
     }
 
     /// Makes sure that the image is on its disk: each of its files, the directory, and the name of a new
-    /// directory. Fails soon after `stop` is set.
-    pub fn sync(&self, stop: &AtomicBool) -> Result<Durable, NotOnDisk> {
-        let durable = Durable::image(&self.inside(), self.path(), stop)?;
+    /// directory. Fails soon after `stop` is set, and if one of `files` is not there as it was.
+    pub fn sync(&self, files: &[ImageFile], stop: &AtomicBool) -> Result<Durable, NotOnDisk> {
+        let durable = Durable::image(&self.inside(), self.path(), files, stop)?;
         if let (ImageWas::Absent, Some(above)) = (self.0.was, self.path().parent()) {
             durable::sync_names(above)?;
         }

@@ -98,6 +98,7 @@ impl Dump for ContainerEffects<'_> {
         let synced = sync(
             &self.request.image,
             self.progress.rescued.as_deref(),
+            self.progress.images.clone(),
             limit,
             cancel,
         )

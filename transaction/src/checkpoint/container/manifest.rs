@@ -85,7 +85,7 @@ impl ContainerEffects<'_> {
 
     pub(super) async fn write_manifest(&mut self) -> Result<(), EffectError> {
         let processes = std::mem::take(&mut self.progress.described);
-        let images = std::mem::take(&mut self.progress.images);
+        let images = self.progress.images.clone();
         let bulk = self.progress.copied.memory.take();
         let source = self.source().clone();
         let image = self.request.image.clone();
