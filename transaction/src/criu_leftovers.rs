@@ -10,7 +10,7 @@ use std::path::Path;
 use crate::blocking::tidy;
 use crate::unmount::unmount_below;
 use crate::warn::OrWarn;
-use firn_host::UnlessAbsent;
+use firn_host::{UnlessAbsent, procfs};
 
 /// Mounts that a killed CRIU leaves below its work directory.
 pub const CGYARD: &str = ".criu.cgyard.";
@@ -23,7 +23,8 @@ const SUFFIX: usize = 6;
 /// How much of the log is read: the name comes near the beginning.
 const HEAD: u64 = 1 << 20;
 
-/// Removes the directory of the restore that has written the log, when there is one and it is empty.
+/// Removes the directory of the restore that has written the log, when there is one and it is empty. A log
+/// that could not be written (the disk is full) names none: then all that nobody uses.
 pub async fn remove_roots(log: &Path) {
     let log = log.to_owned();
     tidy("remove what CRIU has left in /tmp", move || {
@@ -32,12 +33,36 @@ pub async fn remove_roots(log: &Path) {
         if read.is_err() {
             return;
         }
-        for root in roots(&String::from_utf8_lossy(&text)) {
+        let mut all = roots(&String::from_utf8_lossy(&text));
+        if all.is_empty() {
+            all = unused(Path::new("/tmp"), criu_runs);
+        }
+        for root in all {
             let removed = std::fs::remove_dir(&root).unless_absent();
             removed.or_warn(format_args!("cannot remove {root}"));
         }
     })
     .await;
+}
+
+/// Order matters: a CRIU that starts after the look makes a directory of another name.
+fn unused(temporary: &Path, criu_runs: impl Fn() -> bool) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(temporary).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_root = |name: &String| {
+        let suffix = name.strip_prefix(ROOT).unwrap_or_default();
+        suffix.len() == SUFFIX && suffix.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    };
+    let names = names.filter(is_root);
+    let found = firn_host::ordered::set_of(names.map(|name| format!("{}/{name}", temporary.display())));
+    if criu_runs() { BTreeSet::new() } else { found }
+}
+
+/// Whether a CRIU runs on this host, under whatever suffix its program has.
+fn criu_runs() -> bool {
+    procfs::all()
+        .into_iter()
+        .any(|pid| procfs::comm(pid).starts_with("criu"))
 }
 
 fn roots(log: &str) -> BTreeSet<String> {
@@ -75,5 +100,16 @@ mod tests {
                    mnt: Mount /tmp/.criu.mntns.../x and /tmp/.criu.mntns.TC\n";
         assert_eq!(roots(log), BTreeSet::from(["/tmp/.criu.mntns.TC9DFk".to_owned()]));
         assert!(roots("").is_empty());
+    }
+
+    #[test]
+    fn without_a_log_it_is_one_that_no_criu_uses() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [".criu.mntns.TC9DFk", ".criu.mntns.long-name", "criu.mntns.TC9DFk"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let own = format!("{}/.criu.mntns.TC9DFk", dir.path().display());
+        assert_eq!(unused(dir.path(), || false), BTreeSet::from([own]));
+        assert!(unused(dir.path(), || true).is_empty());
     }
 }
