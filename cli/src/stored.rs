@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use firn_config::{Config, ConfigError, Keys};
+use firn_config::{Config, ConfigError, Images, Keys};
 use firn_host::{Problem, ProblemReport};
 use firn_image::manifest::{Manifest, StoredMemory};
+use firn_image::memory::MemoryError;
 use firn_image::memory::call::{Stored, complete};
 use firn_image::store::{Digest, EXTENT, Packing, Pin, Reader, Store, StoreError};
 use serde::Serialize;
@@ -74,18 +75,21 @@ pub enum CompareError {
     Config(#[from] ConfigError),
     #[error(transparent)]
     Store(#[from] StoreError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
 }
 
 /// Reads all that a store has of a checkpoint and compares it with its names, before its container ends: what
 /// was there of an earlier checkpoint was believed by its size.
 ///
 /// # Errors
-/// The store or the index cannot be read, or an extent is not there or has another content.
-pub fn compare(memory: &StoredMemory) -> Result<(), CompareError> {
-    let Some(store) = of_node()? else {
+/// This node names no store, the store or the index cannot be read, the index is that of another checkpoint,
+/// or an extent is not there or has another content.
+pub fn compare(manifest: &Manifest) -> Result<(), CompareError> {
+    let Some(memory) = manifest.bulk.clone() else {
         return Ok(());
     };
-    let index = store.index(&memory.index)?;
+    let (store, index) = complete(&of_root(manifest, memory, Config::load(Keys::STORE)?))?;
     let extents = index.extents();
     let extents: BTreeMap<Digest, usize> = extents
         .filter_map(|(extent, length)| Some((extent?, length)))
@@ -101,20 +105,25 @@ pub fn compare(memory: &StoredMemory) -> Result<(), CompareError> {
 /// store. The content of extents is not read.
 pub fn missing(manifest: &Manifest) -> Option<ProblemReport> {
     let memory = manifest.bulk.clone()?;
-    let images = match Config::load(Keys::STORE) {
-        Ok(config) => config.images,
+    let config = match Config::load(Keys::STORE) {
+        Ok(config) => config,
         Err(error) => return Some(error.into()),
     };
-    let looked = complete(&Stored {
-        store: images.store,
-        key: images.store_key,
-        memory,
-        checkpoint: Some(manifest.checkpoint.clone()),
-        reader: Reader::Root,
-    });
+    let looked = complete(&of_root(manifest, memory, config));
     let report = ProblemReport::from(looked.err()?);
     Some(ProblemReport {
         message: format!("memory missing: {}", report.message),
         ..report
     })
+}
+
+fn of_root(manifest: &Manifest, memory: StoredMemory, config: Config) -> Stored {
+    let Images { store, store_key, .. } = config.images;
+    Stored {
+        store,
+        key: store_key,
+        memory,
+        checkpoint: Some(manifest.checkpoint.clone()),
+        reader: Reader::Root,
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use firn_host::durable::NotOnDisk;
 use firn_host::{Problem, ProblemLine};
@@ -77,6 +78,13 @@ pub enum CheckpointError {
     #[error("container {id} stands still and cannot be resumed: {message}")]
     #[problem("FIRN-CONTAINERD", "resume it: `ctr tasks resume ID`")]
     StillPaused { id: String, message: String },
+    #[error("the checkpoint is given up: {what} has taken {} s", limit.as_secs())]
+    #[problem(
+        "FIRN-DUMP",
+        "nothing is left of it, and the container is as it was; see whether the disk of the checkpoint and \
+         that of the store answer, or raise [deadlines] criu-dump"
+    )]
+    Slow { what: &'static str, limit: Duration },
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
     Signals(#[from] io::Error),

@@ -1,5 +1,6 @@
 //! `firn checkpoint`: a container, or all containers of a pod, as an image, a tar file or an image directory.
 
+mod aside;
 mod error;
 mod explain;
 mod interrupt;
@@ -8,14 +9,12 @@ mod pod_call;
 mod source;
 mod target;
 
-use std::io;
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_image::manifest::{Manifest, StoredMemory};
+use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
-use tokio::sync::oneshot;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
@@ -30,6 +29,7 @@ use crate::place::Place;
 use crate::steps::{Step, Steps};
 use crate::stored::{self, InStore};
 use crate::text;
+use aside::aside;
 use target::Target;
 
 /// What was checkpointed.
@@ -134,30 +134,16 @@ async fn filled(
     steps: &mut Steps,
 ) -> Result<(u64, Option<EndProof>), CheckpointError> {
     let bytes = target.fill(source, steps).await?;
-    match args.exit {
-        true => {
-            let proof = target.durable(steps).await?;
-            if let Some(memory) = target
-                .manifest(source.containerd())
-                .await
-                .and_then(|manifest| manifest.bulk)
-            {
-                compare(memory, steps).await?;
-            }
-            Ok((bytes, Some(proof)))
-        }
-        false => Ok((bytes, None)),
+    if !args.exit {
+        return Ok((bytes, None));
     }
-}
-
-/// Compares all memory that a store has of the checkpoint.
-async fn compare(memory: StoredMemory, steps: &mut Steps) -> Result<(), CheckpointError> {
-    steps.begin("memory");
-    let (send, compared) = oneshot::channel();
-    std::thread::spawn(move || drop(send.send(stored::compare(&memory))));
-    compared.await.map_err(io::Error::other)??;
-    steps.end();
-    Ok(())
+    // Nothing is believed here: what cannot be read may need a store that has lost it.
+    if let Some(manifest) = target.manifest(source.containerd()).await? {
+        steps.begin("memory");
+        aside("memory", aside::limit(), move || stored::compare(&manifest)).await??;
+        steps.end();
+    }
+    Ok((bytes, Some(target.durable(steps).await?)))
 }
 
 async fn checkpoint(
@@ -212,8 +198,8 @@ async fn checkpoint(
             done = Err(error);
         }
     }
-    // None after a failure, of which nothing is left.
-    let manifest = target.manifest(&containerd).await;
+    // Nothing is left after a failure. What cannot be read is reported by whoever looks at the checkpoint.
+    let manifest = target.manifest(&containerd).await.ok().flatten();
     if let Err(error) = source.release().await {
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }

@@ -14,8 +14,8 @@ use firn_host::durable::{self, NotOnDisk};
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
-use tokio::sync::oneshot;
 
+use super::aside::{self, aside};
 use super::error::CheckpointError;
 use super::source::Source;
 use crate::containerd::{CallError, Containerd, Image};
@@ -31,8 +31,8 @@ const WRITE: Duration = Duration::from_secs(1800);
 
 /// The place of a checkpoint that is being made.
 pub enum Target {
-    /// Whether the record of the image was made.
-    Image(String, bool),
+    /// With the digest of what containerd was asked to record under this name.
+    Image(String, Option<String>),
     File(PathBuf, File),
     /// With whether the directory was made, too.
     Dir(PathBuf, bool),
@@ -43,7 +43,7 @@ impl Target {
     pub async fn begin(containerd: &Containerd, place: &Place) -> Result<Self, CheckpointError> {
         match place {
             Place::Ref(name) => match containerd.image(name).await? {
-                None => Ok(Self::Image(name.clone(), false)),
+                None => Ok(Self::Image(name.clone(), None)),
                 Some(_) => Err(CheckpointError::Exists {
                     what: format!("image {name}"),
                 }),
@@ -78,21 +78,24 @@ impl Target {
     /// Checkpoints the container, which stands still. Returns the bytes of the checkpoint.
     pub async fn fill(&mut self, source: &Source, steps: &mut Steps) -> Result<u64, CheckpointError> {
         match self {
-            Self::Image(name, is_made) => {
+            Self::Image(name, recorded) => {
                 let taken = source.take(steps).await?;
+                let descriptor = taken.part.descriptor();
+                // Order matters: who is interrupted does not know what containerd does with the call.
+                *recorded = Some(descriptor.digest.clone());
                 let image = Image {
                     name: name.clone(),
-                    target: Some(taken.part.descriptor()),
+                    target: Some(descriptor),
                     ..Image::default()
                 };
-                match source.containerd.create_image(image).await {
+                match source.containerd().create_image(image).await {
                     Err(error) if error.is_there() => {
+                        *recorded = None;
                         let what = format!("image {name}");
                         return Err(CheckpointError::Exists { what });
                     }
                     created => created?,
                 }
-                *is_made = true;
                 Ok(taken.index.bytes())
             }
             Self::File(path, file) => {
@@ -115,24 +118,27 @@ impl Target {
         }
     }
 
-    /// The manifest of a checkpoint that may need the store: a file does not. What cannot be read is reported
-    /// by whoever looks at the checkpoint.
-    pub async fn manifest(&self, containerd: &Containerd) -> Option<Manifest> {
+    /// The manifest of a checkpoint that may need the store: a file does not.
+    ///
+    /// # Errors
+    /// It cannot be read, or the image is not there.
+    pub async fn manifest(&self, containerd: &Containerd) -> Result<Option<Manifest>, CheckpointError> {
         match self {
             Self::Image(name, _) => {
-                let target = containerd.image(name).await.ok()??.target?;
-                let index = Index::read(containerd, name, &target.digest).await.ok()?;
-                let part = index.part(media::CHECKPOINT)?;
-                let bytes = oci_image::manifest(containerd, part).await.ok()??;
-                Manifest::decode(&bytes, Path::new(name)).ok()
+                let image = containerd.image(name).await?;
+                let target = image.and_then(|image| image.target).unwrap_or_default();
+                let index = Index::read(containerd, name, &target.digest).await?;
+                let part = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
+                let bytes = oci_image::manifest(containerd, &part).await?;
+                let manifest = bytes.map(|bytes| Manifest::decode(&bytes, Path::new(name)));
+                Ok(manifest.transpose()?)
             }
-            Self::File(..) => None,
-            Self::Dir(path, _) => Manifest::read(&path.join(names::ARCHIVE_IMAGE)).ok()?,
+            Self::File(..) => Ok(None),
+            Self::Dir(path, _) => Ok(Manifest::read(&path.join(names::ARCHIVE_IMAGE))?),
         }
     }
 
-    /// Shows that the checkpoint is on its disk. Takes as long as the disk does; who does not wait any longer
-    /// leaves the thread behind.
+    /// Shows that the checkpoint is on its disk.
     pub async fn durable(&self, steps: &mut Steps) -> Result<EndProof, CheckpointError> {
         let sync: Box<dyn FnOnce() -> Result<Durable, NotOnDisk> + Send> = match self {
             Self::Image(name, _) => return Ok(EndProof::committed(name)),
@@ -146,9 +152,7 @@ impl Target {
             }
         };
         steps.begin("sync");
-        let (send, synced) = oneshot::channel();
-        std::thread::spawn(move || drop(send.send(sync())));
-        let synced = synced.await.map_err(io::Error::other)?;
+        let synced = aside("sync", aside::limit(), sync).await?;
         steps.end();
         Ok(synced?.into())
     }
@@ -156,9 +160,9 @@ impl Target {
     /// Removes what was made. May be called again.
     pub async fn discard(&mut self, containerd: &Containerd) {
         let removed = match self {
-            Self::Image(name, is_made) => {
-                if std::mem::take(is_made)
-                    && let Err(error) = containerd.delete_image(name).await
+            Self::Image(name, recorded) => {
+                if let Some(digest) = recorded.take()
+                    && let Err(error) = forgotten(containerd, name, &digest).await
                 {
                     note!("firn: image {name} is left: {error}");
                 }
@@ -170,6 +174,15 @@ impl Target {
         if let (Err(error), Self::File(path, _) | Self::Dir(path, _)) = (removed, self) {
             note!("firn: {} is left: {error}", path.display());
         }
+    }
+}
+
+/// Removes the record of an image, if it has this one.
+async fn forgotten(containerd: &Containerd, name: &str, digest: &str) -> Result<(), CallError> {
+    let image = containerd.image(name).await?;
+    match image.and_then(|image| image.target) {
+        Some(target) if target.digest == digest => containerd.delete_image(name).await,
+        _ => Ok(()),
     }
 }
 

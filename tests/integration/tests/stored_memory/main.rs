@@ -191,6 +191,13 @@ fn no_container_ends_on_a_damaged_store(platform: Platform) -> Result<()> {
             job.goes_on(3).context(place)?;
         }
         node.run(&["cp", "/srv/kept", damaged])?;
+        // The store has left the configuration since the shim read it.
+        for place in ["checkpoint/last", "/root/last"] {
+            let to = ["firn", "checkpoint", "--exit", "job", place];
+            let failed = failure(node.run(&[&["env", "FIRN_CONFIG=/dev/null"], &to[..]].concat()))?;
+            ensure!(failed.contains("FIRN-STORE-MISSING"), "{place}: {failed}");
+            job.goes_on(3).context(place)?;
+        }
         node.run(&["firn", "checkpoint", "--exit", "job", "checkpoint/last"])?;
         job.remove()?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/last", 1)?;
