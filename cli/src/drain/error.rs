@@ -78,6 +78,49 @@ pub enum DrainError {
     #[error("no pod goes on in the place of {pod} after {seconds} s{seen}; its checkpoints are kept")]
     #[problem("FIRN-DRAIN-LATE", "`kubectl describe pod` has the reason; see --timeout")]
     Late { pod: String, seconds: u64, seen: String },
+    #[error("pod {pod} {state}: {cause}. Kept checkpoints: {kept}")]
+    #[problem(
+        "FIRN-DRAIN-UNKNOWN",
+        "see `kubectl get pod`: if it runs on, remove them; else the pod in its place is restored from them"
+    )]
+    Kept {
+        pod: String,
+        state: &'static str,
+        kept: String,
+        cause: String,
+    },
+}
+
+/// What kubectl prints before the reason of a refusal by the API server.
+const REFUSED: &str = "Error from server (";
+/// The reasons of the API server's answers 400 to 499, of requests that were not carried out.
+const REASONS: [&str; 11] = [
+    "AlreadyExists",
+    "BadRequest",
+    "Conflict",
+    "Forbidden",
+    "Gone",
+    "Invalid",
+    "MethodNotAllowed",
+    "NotFound",
+    "RequestEntityTooLarge",
+    "TooManyRequests",
+    "Unauthorized",
+];
+
+impl DrainError {
+    /// Whether what was asked for was certainly not done.
+    pub fn is_refusal(&self) -> bool {
+        let reason = |line: &str| {
+            let (reason, _) = line.strip_prefix(REFUSED)?.split_once(')')?;
+            Some(REASONS.contains(&reason))
+        };
+        match self {
+            Self::NoKubectl(_) => true,
+            Self::Kubectl { message, .. } => message.lines().find_map(reason).unwrap_or(false),
+            _ => false,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -85,6 +128,33 @@ mod tests {
     use firn_host::ProblemLine;
 
     use super::*;
+
+    #[test]
+    fn only_an_answer_of_the_api_server_is_a_refusal() {
+        let is_refusal = |message: &str| {
+            let (call, message) = ("create".to_owned(), message.to_owned());
+            DrainError::Kubectl { call, message }.is_refusal()
+        };
+        assert!(is_refusal(
+            "Warning: old\nError from server (TooManyRequests): Cannot evict pod as it would violate the \
+             pod's disruption budget."
+        ));
+        assert!(is_refusal(
+            "Error from server (NotFound): pods \"train\" not found"
+        ));
+        for lost in [
+            "",
+            "Error from server (Timeout): the server was unable to return a response in the time allotted",
+            "Error from server (InternalError): an error on the server has prevented the request",
+            "Error from server (ServiceUnavailable): the server is currently unable to handle the request",
+            "Error from server: etcdserver: leader changed",
+            "Unable to connect to the server: unexpected EOF",
+            "The connection to the server 10.0.0.1:6443 was refused",
+            "a hook reports: Error from server (NotFound): x",
+        ] {
+            assert!(!is_refusal(lost), "{lost}");
+        }
+    }
 
     #[test]
     fn what_a_checkpoint_lacks_is_shown_with_what_becomes_of_the_job() {

@@ -13,22 +13,31 @@ const COPY: usize = 1 << 20;
 
 /// kubectl, for a context of the user's configuration.
 pub struct Kubectl {
-    context: Option<String>,
+    program: &'static str,
+    options: Vec<String>,
 }
 
 impl Kubectl {
     pub fn new(context: Option<&str>) -> Self {
+        let context = context.map(|context| ["--context".to_owned(), context.to_owned()]);
         Self {
-            context: context.map(str::to_owned),
+            program: "kubectl",
+            options: context.into_iter().flatten().collect(),
+        }
+    }
+
+    /// A shell script in its place.
+    #[cfg(test)]
+    pub fn of(script: &std::path::Path) -> Self {
+        Self {
+            program: "sh",
+            options: vec![script.display().to_string()],
         }
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new("kubectl");
-        if let Some(context) = &self.context {
-            command.args(["--context", context]);
-        }
-        command.args(arguments);
+        let mut command = Command::new(self.program);
+        command.args(&self.options).args(arguments);
         command
     }
 

@@ -3,6 +3,8 @@
 //! kubectl reaches the cluster. The kubelet of the node makes the checkpoints; agents
 //! (config/kubernetes/agents.yaml) carry them from node to node; pods restore them by their annotation.
 
+mod copies;
+mod end;
 mod error;
 mod json;
 mod kubectl;
@@ -11,17 +13,17 @@ mod report;
 mod whole;
 
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use firn_host::ProblemLine;
 use firn_transaction::elsewhere::{RunsElsewhere, Sighting};
-use serde::Deserialize;
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};
-use crate::text::bytes;
+use copies::Copies;
 use error::DrainError;
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
@@ -31,29 +33,7 @@ const CHECKPOINTS: &str = "/host/checkpoints";
 const NAMED: &str = "/host/named";
 /// Where they have the notes of which containers were restored.
 const RESTORED: &str = "/host/restored";
-/// How often a person sees that it is still under way.
-const PROGRESS: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(500);
-
-/// The kubelet's answer to a checkpoint.
-#[derive(Debug, Deserialize)]
-struct Made {
-    items: Vec<String>,
-}
-
-/// Lets the kubelet of the agent's node make a checkpoint, by the right of the agent's account. Prints all of
-/// the answer: wget would hide the reason of a failure. Arguments: path, seconds.
-const CALL_KUBELET: &str = "case $NODE_IP in *:*) host=[$NODE_IP] ;; *) host=$NODE_IP ;; esac
-    token=$(cat /var/run/secrets/kubernetes.io/serviceaccount/token)
-    printf '%s\\r\\n' \"POST $1 HTTP/1.0\" 'Host: kubelet' \"Authorization: Bearer $token\" \
-        'Content-Length: 0' '' | timeout \"$2\" ssl_client \"$host:10250\"";
-
-/// Unpacks an archive into a directory, and has all of it on disk. Arguments: the final place, the directory.
-const UNPACK: &str = "umask 077; mkdir -p \"${1%/*}\"; rm -rf \"$2\"; mkdir \"$2\"; tar -xf - -C \"$2\"
-    find \"$2\" | while read -r path; do sync \"$path\" || exit 1; done";
-
-/// Prints firn.json and, for each file next to it, its size and name. Argument: the checkpoint.
-const LOOK: &str = "cd \"$1/checkpoint\"; cat firn.json; echo; stat -c '%s %n' *";
 
 /// A node and the agent's pod on it.
 struct Agent {
@@ -69,6 +49,8 @@ struct Drain {
     to: Vec<Agent>,
     timeout: Duration,
     as_json: bool,
+    /// Another run's is another one.
+    run: String,
 }
 
 pub fn run(args: &DrainArgs) -> Result<bool> {
@@ -119,10 +101,6 @@ enum Seen {
     /// For a message; empty while no pod has taken its place.
     Waits(String),
 }
-
-/// Proof that a job can begin again on every node that may get it: its checkpoint is there, whole, with all
-/// of its memory, and on disk.
-struct OnTargets(());
 
 /// A job that goes on in another pod.
 struct Arrived {
@@ -177,6 +155,7 @@ impl Drain {
             to,
             timeout: Duration::from_secs(args.timeout),
             as_json: args.json,
+            run: format!("{:016x}", RandomState::new().hash_one(())),
         })
     }
 
@@ -239,119 +218,18 @@ impl Drain {
 
     fn try_move(&self, job: &Job) -> Outcome {
         let begun = Instant::now();
-        let mut archives = Vec::new();
-        let copied = self.copy(job, &mut archives);
-        if let Err(error) = copied.and_then(|there| self.evict(job, there)) {
-            // The job runs on: what was copied is of no use.
-            self.remove(job, &archives);
-            return Err(error);
+        let mut copies = Copies::default();
+        match self.copy(job, &mut copies) {
+            Ok(there) => self.end(job, there, &copies)?,
+            Err(error) => return Err(self.without_copies(job, &copies, error)),
         }
         let Arrived { pod, node, at, runs } = self.arrival(job)?;
-        self.remove_needless(job, &archives, runs);
+        self.remove_needless(&copies, runs);
         Ok(Moved {
             pod,
             node,
             took: at.duration_since(begun),
         })
-    }
-
-    /// Checkpoints a job, and copies its checkpoints to the other nodes.
-    fn copy(&self, job: &Job, archives: &mut Vec<String>) -> Result<OnTargets, DrainError> {
-        for part in &job.parts {
-            let archive = self.checkpoint(job, part)?;
-            archives.push(archive.clone());
-            for agent in &self.to {
-                self.send(job, part, &archive, agent)?;
-                self.expect_whole(job, part, agent)?;
-            }
-        }
-        Ok(OnTargets(()))
-    }
-
-    /// Fails unless all that a restore of this checkpoint needs is on the node.
-    fn expect_whole(&self, job: &Job, part: &Part, agent: &Agent) -> Result<(), DrainError> {
-        let shown = self.on(agent, LOOK, &[&place(job, part)])?;
-        whole::expect(&shown).map_err(|lack| match lack {
-            whole::Lack::Store(store) => DrainError::Store {
-                container: part.container.clone(),
-                store,
-            },
-            whole::Lack::File(why) => DrainError::Copy {
-                container: part.container.clone(),
-                node: agent.node.clone(),
-                why,
-            },
-        })
-    }
-
-    /// Ends the pod, if its disruption budget permits it, with the condition by which a Job does not count it
-    /// as failed. What it does after its checkpoint is done again: it gets no time to do more.
-    fn evict(&self, job: &Job, _there: OnTargets) -> Result<(), DrainError> {
-        let Job { namespace, pod, .. } = job;
-        let eviction = serde_json::json!({
-            "apiVersion": "policy/v1", "kind": "Eviction",
-            "metadata": { "name": pod, "namespace": namespace },
-            "deleteOptions": { "gracePeriodSeconds": 1, "preconditions": { "uid": job.uid } },
-        });
-        let path = format!("/api/v1/namespaces/{namespace}/pods/{pod}/eviction");
-        self.kubectl.post(&path, &eviction.to_string()).map(drop)
-    }
-
-    /// Lets the kubelet make a checkpoint. Returns the archive as the agent has it.
-    fn checkpoint(&self, job: &Job, part: &Part) -> Result<String, DrainError> {
-        note!("{}/{}: checkpoint of {}", job.namespace, job.pod, part.container);
-        let seconds = self.timeout.as_secs();
-        let (namespace, pod, container) = (&job.namespace, &job.pod, &part.container);
-        let path = format!("/checkpoint/{namespace}/{pod}/{container}?timeout={seconds}");
-        // A kubelet that answers does so before.
-        let limit = (seconds + 30).to_string();
-        let answer = self.on(&self.from, CALL_KUBELET, &[&path, &limit])?;
-        let made: Option<Made> = whole::body(&answer).and_then(|body| serde_json::from_str(body).ok());
-        let archive = made.and_then(|made| made.items.into_iter().next());
-        let name = archive.as_deref().and_then(|archive| archive.rsplit('/').next());
-        match name {
-            Some(name) if !name.is_empty() => Ok(format!("{CHECKPOINTS}/{name}")),
-            _ => Err(DrainError::Answer { answer }),
-        }
-    }
-
-    fn send(&self, job: &Job, part: &Part, archive: &str, agent: &Agent) -> Result<(), DrainError> {
-        let place = place(job, part);
-        if self.exists(agent, place.clone())? {
-            // The nodes share the directory.
-            return Ok(());
-        }
-        let partial = format!("{NAMED}/{}/.{}", job.namespace, part.checkpoint);
-        let mut shown = Instant::now();
-        let (mut total, begun) = (0, Instant::now());
-        self.kubectl.pipe(
-            (&self.from.pod, ("cat \"$1\"", &[archive])),
-            (&agent.pod, (UNPACK, &[&place, &partial])),
-            |sent| {
-                total = sent;
-                if shown.elapsed() >= PROGRESS {
-                    shown = Instant::now();
-                    note!(
-                        "{}/{}: {} sent to {}",
-                        job.namespace,
-                        job.pod,
-                        bytes(sent),
-                        agent.node
-                    );
-                }
-            },
-        )?;
-        // Order matters: a pod that looks for the name finds all of it.
-        self.on(agent, "mv \"$2\" \"$1\"; sync \"${1%/*}\"", &[&place, &partial])?;
-        note!(
-            "{}/{}: {} sent to {} in {:.1} s",
-            job.namespace,
-            job.pod,
-            bytes(total),
-            agent.node,
-            begun.elapsed().as_secs_f64()
-        );
-        Ok(())
     }
 
     /// Waits for the pod that takes the job's place and runs all its parts from their checkpoints, and still
@@ -438,34 +316,6 @@ impl Drain {
             kept: kept.join(", "),
         }
     }
-
-    /// Removes the checkpoints of a job that runs elsewhere.
-    fn remove_needless(&self, job: &Job, archives: &[String], _runs: RunsElsewhere) {
-        self.remove(job, archives);
-    }
-
-    /// Removes the job's checkpoints from the other nodes, and the archives from its own. Only for a job that
-    /// was not ended, or that runs elsewhere.
-    fn remove(&self, job: &Job, archives: &[String]) {
-        let places = job.parts.iter().map(|part| place(job, part));
-        let partial = job
-            .parts
-            .iter()
-            .map(|part| format!("{NAMED}/{}/.{}", job.namespace, part.checkpoint));
-        let places: Vec<String> = places.chain(partial).collect();
-        let removals = self.to.iter().map(|agent| (agent, &places[..]));
-        for (agent, paths) in removals.chain([(&self.from, archives)]) {
-            let paths: Vec<&str> = paths.iter().map(String::as_str).collect();
-            if let Err(error) = self.on(agent, "rm -rf \"$@\"", &paths) {
-                note!(
-                    "{}: {} is left: {}",
-                    agent.node,
-                    paths.join(" "),
-                    ProblemLine(&error)
-                );
-            }
-        }
-    }
 }
 
 /// What the operator's directory calls it: NAMESPACE/NAME.
@@ -490,3 +340,6 @@ fn waits_for(pod: &Pod) -> String {
         (true, Some(_)) => String::new(),
     }
 }
+
+#[cfg(test)]
+mod tests;

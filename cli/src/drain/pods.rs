@@ -161,10 +161,15 @@ fn gpus(resources: &BTreeMap<String, String>) -> impl Iterator<Item = (&String, 
 }
 
 impl Pod {
+    /// Whether none of its containers runs again.
+    pub fn has_ended(&self) -> bool {
+        ["Succeeded", "Failed"].contains(&&*self.status.phase)
+    }
+
     /// The GPUs that it has on its node until it ends.
     fn gpus(&self) -> Gpus {
         let mut sum = Gpus::new();
-        if !["Succeeded", "Failed"].contains(&&*self.status.phase) {
+        if !self.has_ended() {
             for (key, count) in self
                 .spec
                 .containers

@@ -49,7 +49,7 @@ pub fn body(answer: &str) -> Option<&str> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use firn_image::fixtures;
     use firn_image::manifest::StoredMemory;
     use firn_image::store::Digest;
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     /// As firn writes it: files a.img of 10 bytes and b.img of 2, and its memory in a store, if so.
-    fn firn_json(store: Option<&str>) -> String {
+    pub fn firn_json(store: Option<&str>) -> String {
         let mut manifest = fixtures::manifest(&[0]);
         manifest.images = [("a.img", 10), ("b.img", 2)]
             .map(|(name, size)| ImageFile {
