@@ -9,6 +9,8 @@ mod containers;
 mod content;
 mod cri;
 mod events;
+#[cfg(test)]
+pub mod fake;
 mod images;
 mod leases;
 pub mod process;
@@ -18,9 +20,11 @@ mod upload;
 
 use std::collections::HashMap;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_host::UnlessAbsent;
 use futures_util::Stream;
 use hyper_util::rt::TokioIo;
 use prost::Message;
@@ -43,20 +47,26 @@ pub use tasks::{Task, TaskState};
 /// Directory of the shims' bundles below containerd's state directory: NAMESPACE/ID.
 pub const BUNDLES: &str = "io.containerd.runtime.v2.task";
 
-/// Bundles of containerd's containers, in all namespaces. What cannot be read has none.
-pub fn bundles(state: &Path) -> Vec<PathBuf> {
-    let entries = |dir: &Path| {
-        fs::read_dir(dir)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|entry| entry.path())
-    };
-    let mut bundles: Vec<PathBuf> = entries(&state.join(BUNDLES))
-        .flat_map(|namespace| entries(&namespace))
-        .collect();
+/// Bundles of containerd's containers, in all namespaces. containerd makes their directory when it starts.
+pub fn bundles(state: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut bundles = Vec::new();
+    for namespace in directories(&state.join(BUNDLES))? {
+        // Unless its last container ends meanwhile.
+        bundles.extend(directories(&namespace).if_present()?.unwrap_or_default());
+    }
     bundles.sort();
-    bundles
+    Ok(bundles)
+}
+
+fn directories(of: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(of)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
 }
 
 /// How long containerd may take to accept a connection.
@@ -286,7 +296,7 @@ impl CallError {
 }
 
 /// Makes calls from a program that is not asynchronous.
-pub fn block_on<T>(calls: impl Future<Output = T>) -> std::io::Result<T> {
+pub fn block_on<T>(calls: impl Future<Output = T>) -> io::Result<T> {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     Ok(runtime.enable_all().build()?.block_on(calls))
 }

@@ -2,7 +2,7 @@
 
 use prost::Message;
 
-use super::{CallError, Containerd, Image};
+use super::{CallError, Containerd, Descriptor, Image};
 
 /// `GetImageResponse`, and also `CreateImageRequest`
 #[derive(Clone, PartialEq, Message)]
@@ -17,6 +17,8 @@ struct DeleteImage {
     name: String,
     #[prost(bool, tag = "2")]
     sync: bool,
+    #[prost(message, optional, tag = "3")]
+    target: Option<Descriptor>,
 }
 
 impl Containerd {
@@ -37,8 +39,13 @@ impl Containerd {
 
     /// Removes the record, and what it alone has kept.
     pub async fn delete_image(&self, name: &str) -> Result<(), CallError> {
+        self.delete_target(name, None).await
+    }
+
+    /// Only the image with this target. containerd 1.7 does not look at it.
+    pub async fn delete_target(&self, name: &str, target: Option<Descriptor>) -> Result<(), CallError> {
         let call = "/containerd.services.images.v1.Images/Delete";
         let (name, sync) = (name.to_owned(), true);
-        self.call(call, DeleteImage { name, sync }).await
+        self.call(call, DeleteImage { name, sync, target }).await
     }
 }

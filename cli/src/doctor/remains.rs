@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use firn_config::{find_program, names};
-use firn_host::{mountinfo, procfs};
+use firn_host::{UnlessAbsent, mountinfo, procfs};
 use firn_transaction::cgroup::{Cgroup, FreezerState};
 use firn_transaction::criu_leftovers::{self, CGYARD, ROOT};
 use firn_transaction::journal::{Outcome, Record};
@@ -51,7 +51,10 @@ enum Fix {
 
 /// `state` is containerd's state directory.
 pub fn checks(state: &Path, fix: bool) -> Vec<Check> {
-    let bundles = bundles(state);
+    let (bundles, unread) = match bundles(state).if_present() {
+        Ok(found) => (found.unwrap_or_default(), None),
+        Err(error) => (Vec::new(), Some(unread(state, &error))),
+    };
     let mut left = Vec::new();
     left.extend(bundles.iter().filter_map(|bundle| journal(bundle)));
     left.extend(bundles.iter().filter_map(|bundle| frozen(bundle)));
@@ -64,7 +67,13 @@ pub fn checks(state: &Path, fix: bool) -> Vec<Check> {
         true => checks.push(Check::ok(NAME, "none")),
         false => checks.extend(left.into_iter().map(|left| left.into_check(fix))),
     }
+    checks.extend(unread);
     checks
+}
+
+fn unread(state: &Path, error: &io::Error) -> Check {
+    let found = format!("the bundles in {} cannot be read: {error}", state.display());
+    Check::warn(NAME, found, "see `dmesg`, and the owners of these directories")
 }
 
 impl Left {

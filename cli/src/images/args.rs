@@ -1,6 +1,6 @@
 //! The command line of `firn images`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Subcommand;
@@ -36,12 +36,22 @@ pub struct Common {
     pub no_containerd: bool,
     #[command(flatten)]
     pub socket: Socket,
-    /// The state directory of containerd; that of k3s is /run/k3s/containerd.
-    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
-    pub state: PathBuf,
+    /// The state directory of containerd. Default: the directory of its socket.
+    #[arg(long, value_name = "DIR")]
+    pub state: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+impl Common {
+    /// The state directory of containerd.
+    pub fn state(&self) -> PathBuf {
+        let of_socket = self.socket.address.parent();
+        self.state
+            .clone()
+            .unwrap_or_else(|| of_socket.unwrap_or(Path::new("/")).to_owned())
+    }
 }
 
 /// Show the checkpoints of this node.

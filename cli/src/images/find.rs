@@ -53,7 +53,7 @@ pub struct Checkpoint {
     /// In seconds since 1970.
     pub made: u64,
     pub sizes: Sizes,
-    /// Of an image: the index and its parts.
+    /// Of an image: the parts of the index, and at the end the index.
     pub blobs: Vec<Part>,
     /// Of a directory: which one was looked at.
     pub id: Option<FileId>,

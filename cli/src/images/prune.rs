@@ -3,6 +3,7 @@
 //! Order matters: everything is looked at before the first is removed.
 
 use std::io;
+use std::path::PathBuf;
 
 use anyhow::Result;
 use firn_host::{Problem, ProblemReport, clock};
@@ -46,6 +47,12 @@ pub enum PruneError {
         "--address names containerd's socket; --no-containerd is for machines without it"
     )]
     NotAsked,
+    #[error("it is not known what is in use: cannot read the bundles in {}", state.display())]
+    #[problem(
+        "FIRN-CONTAINERD",
+        "--state names containerd's state directory; --no-containerd is for machines without it"
+    )]
+    State { state: PathBuf, source: io::Error },
     #[error("cannot remove {name}")]
     #[problem("FIRN-FILE", "see the cause, and `firn images ls`")]
     Remove { name: String, source: io::Error },
@@ -111,11 +118,7 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     for checkpoint in removed {
         let result = match args.dry_run {
             true => Ok(()),
-            // Proved again: the others may have taken long.
-            false => match used.prove(checkpoint) {
-                Ok(unused) => remove(unused, &args.common)?,
-                Err(error) => Err(error),
-            },
+            false => remove(checkpoint, &args.common),
         };
         match result {
             Ok(()) => done.push(checkpoint),

@@ -1,5 +1,5 @@
-//! Removes a checkpoint. [`remove`] alone does, and it demands a proof that nothing uses the checkpoint and
-//! that its directory holds nothing else.
+//! Removes a checkpoint. [`remove`] alone does, with a proof that nothing uses the checkpoint and that its
+//! directory holds nothing else. It makes the proof itself: the removal of others may have taken long.
 //!
 //! A directory is opened once for that: what was looked at is what is emptied, whatever stands at its path
 //! then. A file goes only by a name that was looked at, so that a directory with another file stays.
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
-use firn_host::{FileId, ProblemReport, UnlessAbsent};
+use firn_host::{Absent, FileId, ProblemReport, UnlessAbsent};
 use firn_image::manifest::{UntrustedDir, is_of_image};
 use firn_image::store::{Packing, Pin, Store};
 use firn_transaction::journal::Record;
@@ -23,9 +23,8 @@ use crate::containerd::{Containerd, block_on, bundles};
 use crate::leftovers::Leftover;
 use crate::oci_image::ImageError;
 
-/// A checkpoint that nothing uses: the proof that [`remove`] demands.
-pub struct Unused<'a> {
-    checkpoint: &'a Checkpoint,
+/// The proof that nothing uses a checkpoint.
+pub struct Unused {
     /// None for an image of containerd.
     directory: Option<Directory>,
 }
@@ -50,6 +49,8 @@ struct Contents {
 pub struct Used {
     /// containerd's state directory, with the bundles.
     pub(super) state: PathBuf,
+    /// The machine has no containerd: there may be no such directory.
+    pub(super) may_be_absent: bool,
     /// Blobs that a lease of containerd keeps, as `NAMESPACE/DIGEST`.
     pub(super) leased: HashSet<String>,
     /// Indexes in the store that the operator has pinned. The pin of a checkpoint itself goes with it.
@@ -61,11 +62,12 @@ pub struct Used {
 impl Used {
     pub fn find(common: &Common) -> Result<Self> {
         let mut used = Self {
-            state: common.state.clone(),
+            state: common.state(),
+            may_be_absent: common.no_containerd,
             ..Self::default()
         };
-        // Fails if a journal cannot be read.
-        directories(&used.state)?;
+        // Fails if a bundle or a journal cannot be read.
+        used.directories()?;
         if !common.no_containerd {
             used.leased = block_on(leased(&common.socket.address))?.map_err(ProblemReport::from)?;
         }
@@ -91,7 +93,7 @@ impl Used {
 
     /// Proves that nothing uses the checkpoint, or shows why it stays. What transactions and containers use
     /// is looked at now.
-    pub fn prove<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Unused<'a>, PruneError> {
+    pub fn prove(&self, checkpoint: &Checkpoint) -> Result<Unused, PruneError> {
         let in_use = |why: String| PruneError::InUse {
             name: checkpoint.name.clone(),
             why,
@@ -108,50 +110,59 @@ impl Used {
             let mut blobs = checkpoint.blobs.iter();
             return match blobs.find(|blob| self.leased.contains(&key(&blob.digest))) {
                 Some(blob) => Err(in_use(format!("a lease of containerd keeps {}", blob.digest))),
-                None => Ok(Unused {
-                    checkpoint,
-                    directory: None,
-                }),
+                None => Ok(Unused { directory: None }),
             };
         }
         let failed = |source| PruneError::remove(checkpoint, source);
         let directory = Directory::open(checkpoint)?;
         let id = FileId::of(&directory.contents.dir.itself().map_err(failed)?);
         let path = Path::new(&checkpoint.name);
-        let used =
-            directories(&self.state).map_err(|error| failed(io::Error::other(format!("{error:#}"))))?;
+        let used = self.directories().map_err(|error| unknown(checkpoint, &error))?;
         let uses_it = |used: &PathBuf| used.starts_with(path) || is_in(used, id);
         match used.into_iter().find(|(used, _)| uses_it(used)) {
             Some((_, why)) => Err(in_use(why)),
             None => Ok(Unused {
-                checkpoint,
                 directory: Some(directory),
             }),
         }
     }
+
+    /// Directories that transactions and containers use, with the reason.
+    fn directories(&self) -> Result<Vec<(PathBuf, String)>> {
+        let unread = |source| {
+            let state = self.state.clone();
+            ProblemReport::from(PruneError::State { state, source })
+        };
+        let bundles = match bundles(&self.state) {
+            Err(error) if self.may_be_absent && error.is_absent() => Vec::new(),
+            bundles => bundles.map_err(unread)?,
+        };
+        let mut used = Vec::new();
+        for bundle in bundles {
+            let id = bundle.file_name().unwrap_or_default().to_string_lossy();
+            if let Some(record) = Record::read(&bundle)? {
+                let reason = format!("a {} of container {id} is in progress", record.begin.op);
+                used.push((record.begin.image, reason));
+            }
+            let from = fs::read_to_string(bundle.join(names::BUNDLE_RESTORED_FROM)).if_present();
+            if let Some(from) = from.map_err(unread)? {
+                let reason = format!("container {id} was restored from it, and may be again");
+                used.push((PathBuf::from(from.trim_end()), reason));
+            }
+        }
+        Ok(used)
+    }
+}
+
+/// Why a checkpoint stays of which nobody knows whether it is in use.
+fn unknown(checkpoint: &Checkpoint, error: &anyhow::Error) -> PruneError {
+    PruneError::remove(checkpoint, io::Error::other(format!("{error:#}")))
 }
 
 /// Whether a path leads to the directory or into it, by another name.
 fn is_in(path: &Path, id: FileId) -> bool {
     let is_it = |path: &Path| fs::metadata(path).is_ok_and(|found| FileId::of(&found) == id);
     path.ancestors().any(is_it)
-}
-
-/// Directories that transactions and containers use, with the reason.
-fn directories(state: &Path) -> Result<Vec<(PathBuf, String)>> {
-    let mut used = Vec::new();
-    for bundle in bundles(state) {
-        let id = bundle.file_name().unwrap_or_default().to_string_lossy();
-        if let Some(record) = Record::read(&bundle)? {
-            let reason = format!("a {} of container {id} is in progress", record.begin.op);
-            used.push((record.begin.image, reason));
-        }
-        if let Ok(from) = fs::read_to_string(bundle.join(names::BUNDLE_RESTORED_FROM)) {
-            let reason = format!("container {id} was restored from it, and may be again");
-            used.push((PathBuf::from(from.trim_end()), reason));
-        }
-    }
-    Ok(used)
 }
 
 /// The blobs that leases keep, in all namespaces.
@@ -278,19 +289,35 @@ fn is_ours(name: &str) -> bool {
         || ARCHIVE.contains(&name)
 }
 
-/// Removes the checkpoint. The outer error: nothing could be tried.
-pub fn remove(unused: Unused<'_>, common: &Common) -> Result<Result<(), PruneError>> {
-    let checkpoint = unused.checkpoint;
-    let Some(directory) = unused.directory else {
-        return Ok(block_on(async {
-            let containerd = Containerd::connect(&common.socket.address, &checkpoint.namespace).await;
-            let containerd = containerd.map_err(ImageError::from)?;
-            let removed = containerd.delete_image(&checkpoint.name).await;
-            Ok(removed.map_err(ImageError::from)?)
-        })?);
-    };
-    let removed = directory.remove();
-    Ok(removed.map_err(|source| PruneError::remove(checkpoint, source)))
+/// Removes the checkpoint, if nothing uses it by now.
+pub fn remove(checkpoint: &Checkpoint, common: &Common) -> Result<(), PruneError> {
+    let failed = |source| PruneError::remove(checkpoint, source);
+    let used = Used::find(common).map_err(|error| unknown(checkpoint, &error))?;
+    match used.prove(checkpoint)?.directory {
+        Some(directory) => directory.remove().map_err(failed),
+        None => block_on(remove_image(checkpoint, &common.socket.address)).map_err(failed)?,
+    }
+}
+
+/// Removes an image, unless another one has its name by now.
+async fn remove_image(checkpoint: &Checkpoint, socket: &Path) -> Result<(), PruneError> {
+    let call = |error| PruneError::from(ImageError::from(error));
+    let name = &checkpoint.name;
+    let containerd = Containerd::connect(socket, &checkpoint.namespace)
+        .await
+        .map_err(call)?;
+    let image = containerd.image(name).await.map_err(call)?;
+    let image = image.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
+    let target = image.target.unwrap_or_default();
+    if checkpoint
+        .blobs
+        .last()
+        .is_none_or(|listed| listed.digest != target.digest)
+    {
+        let another = io::Error::other("it is another image than the one that was listed");
+        return Err(PruneError::remove(checkpoint, another));
+    }
+    containerd.delete_target(name, Some(target)).await.map_err(call)
 }
 
 #[cfg(test)]

@@ -8,6 +8,8 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
 use super::super::find;
 use super::*;
+use crate::containerd::fake::{Fake, Reply, reply};
+use crate::containerd::{BUNDLES, Descriptor, Socket};
 use crate::leftovers::{self, tests::give, tests::image};
 use crate::oci_image::Part;
 
@@ -28,6 +30,7 @@ impl World {
             state: dir.path().join("state"),
             ..Used::default()
         };
+        fs::create_dir_all(used.state.join(BUNDLES)).unwrap();
         Self { dir, tmp, used }
     }
 
@@ -67,7 +70,7 @@ impl World {
     }
 }
 
-fn remove_directory(unused: &Unused<'_>) -> io::Result<()> {
+fn remove_directory(unused: &Unused) -> io::Result<()> {
     unused.directory.as_ref().expect("a directory").remove()
 }
 
@@ -198,6 +201,117 @@ fn pins_and_leases_keep_a_checkpoint() {
     assert!(used.prove(&checkpoint).is_ok());
     used.pinned.insert(index.to_string());
     assert!(matches!(used.prove(&checkpoint), Err(PruneError::InUse { .. })));
+}
+
+/// The state directory of another containerd, or one that cannot be read, shows nothing of what is in use.
+#[test]
+fn what_is_in_use_is_not_known_without_the_bundles() {
+    let mut world = World::new();
+    image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
+    let one = world.one();
+    let bundles = world.used.state.join(BUNDLES);
+    fs::remove_dir(&bundles).unwrap();
+    let kept = world.kept(&one);
+    assert!(kept.contains("it is not known what is in use"), "{kept}");
+    // A machine without containerd.
+    world.used.may_be_absent = true;
+    assert!(world.used.prove(&one).is_ok());
+    fs::write(&bundles, "").unwrap();
+    assert!(world.kept(&one).contains("it is not known what is in use"));
+    fs::remove_file(&bundles).unwrap();
+    world.bundle(names::BUNDLE_RESTORED_FROM, "/elsewhere\n");
+    assert!(world.used.prove(&one).is_ok());
+    let note = bundles.join("default/job").join(names::BUNDLE_RESTORED_FROM);
+    fs::remove_file(&note).unwrap();
+    fs::create_dir(&note).unwrap();
+    assert!(world.kept(&one).contains("it is not known what is in use"));
+}
+
+#[test]
+fn the_state_directory_is_that_of_the_socket() {
+    let common = |state: Option<&str>| Common {
+        no_containerd: false,
+        socket: Socket {
+            address: "/run/k3s/containerd/containerd.sock".into(),
+        },
+        state: state.map(PathBuf::from),
+        json: false,
+    };
+    assert_eq!(common(None).state(), Path::new("/run/k3s/containerd"));
+    assert_eq!(common(Some("/other")).state(), Path::new("/other"));
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct List {
+    #[prost(message, repeated, tag = "1")]
+    items: Vec<Item>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Item {
+    #[prost(string, tag = "1")]
+    name: String,
+    #[prost(string, tag = "2")]
+    kind: String,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct Got {
+    #[prost(message, optional, tag = "1")]
+    image: Option<crate::containerd::Image>,
+}
+
+/// What a client has done since the images were listed.
+#[test]
+fn an_image_is_looked_at_again_before_it_goes() {
+    let list = |name: &str, kind: &str| -> Reply {
+        let (name, kind) = (name.to_owned(), kind.to_owned());
+        let items = vec![Item { name, kind }];
+        reply(Ok(List { items }))
+    };
+    // The digest of the index, what a lease keeps, whether it may go.
+    for (digest, leased, goes) in [
+        ("sha256:index", "sha256:other", true),
+        ("sha256:another", "sha256:other", false),
+        ("", "sha256:other", false),
+        ("sha256:index", "sha256:index", false),
+    ] {
+        let fake = Fake::new(move |call, _| match call {
+            "Namespaces/List" => list("ml", ""),
+            "Leases/List" => list("lease", ""),
+            "Leases/ListResources" => list(leased, "content"),
+            "Images/Get" => reply(Ok(Got {
+                image: (!digest.is_empty()).then(|| crate::containerd::Image {
+                    target: Some(Descriptor {
+                        digest: digest.to_owned(),
+                        ..Descriptor::default()
+                    }),
+                    ..Default::default()
+                }),
+            })),
+            "Images/Delete" => reply(Ok(())),
+            other => panic!("{other}"),
+        });
+        let state = tempfile::tempdir().unwrap();
+        fs::create_dir(state.path().join(BUNDLES)).unwrap();
+        let address = fake.socket();
+        let common = Common {
+            no_containerd: false,
+            socket: Socket { address },
+            state: Some(state.path().to_owned()),
+            json: false,
+        };
+        let mut checkpoint = Checkpoint::unread(Kind::Image, "checkpoint/job", "ml");
+        checkpoint.blobs = vec![Part {
+            digest: "sha256:index".to_owned(),
+            ..Part::default()
+        }];
+        let removed = remove(&checkpoint, &common);
+        assert_eq!(
+            (removed.is_ok(), fake.count("Images/Delete")),
+            (goes, usize::from(goes))
+        );
+    }
 }
 
 #[test]
