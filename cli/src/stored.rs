@@ -8,7 +8,7 @@ use firn_host::{Problem, ProblemReport};
 use firn_image::manifest::{Manifest, StoredMemory};
 use firn_image::memory::MemoryError;
 use firn_image::memory::call::{Stored, complete};
-use firn_image::store::{Digest, EXTENT, Packing, Pin, Reader, Store, StoreError};
+use firn_image::store::{Digest, EXTENT, Pin, Reader, StoreError};
 use serde::Serialize;
 
 use crate::output::note;
@@ -30,9 +30,9 @@ pub struct InStore {
 
 impl InStore {
     /// Pins the memory of a checkpoint that was just made, if a store has some of it.
-    pub fn pin(manifest: Option<Manifest>) -> Option<Self> {
-        let memory = manifest?.bulk?;
-        let pinned = pin(&memory);
+    pub fn pin(manifest: &Manifest) -> Option<Self> {
+        let memory = manifest.bulk.clone()?;
+        let pinned = pin(manifest, memory.clone());
         if let Err(error) = &pinned {
             let index = memory.index.short();
             note!("firn: `firn store gc` may remove the memory of the checkpoint, {index}: {error}");
@@ -51,21 +51,10 @@ impl InStore {
     }
 }
 
-fn pin(memory: &StoredMemory) -> Result<(), ProblemReport> {
-    if let Some(store) = of_node()? {
-        store.pin(&memory.index, Pin::Checkpoint)?;
-    }
-    Ok(())
-}
-
-/// The store of this node's configuration. Without one a checkpoint that needs it would have failed.
-fn of_node() -> Result<Option<Store>, CompareError> {
-    let images = Config::load(Keys::STORE)?.images;
-    let Some(path) = images.store else {
-        return Ok(None);
-    };
-    let packing = Packing::with_key(images.store_key.as_deref())?;
-    Ok(Some(Store::open(&path, &packing)?))
+fn pin(manifest: &Manifest, memory: StoredMemory) -> Result<(), ProblemReport> {
+    let index = memory.index;
+    let (store, _) = complete(&of_root(manifest, memory, Config::load(Keys::STORE)?))?;
+    Ok(store.pin(&index, Pin::Checkpoint)?)
 }
 
 /// Why the node's store cannot be used, or a container may not end with a checkpoint whose memory it has.

@@ -12,7 +12,6 @@ mod target;
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 
@@ -73,7 +72,7 @@ struct Made {
     /// Id of the container.
     id: String,
     bytes: u64,
-    manifest: Option<Manifest>,
+    memory: Option<InStore>,
 }
 
 /// True: done.
@@ -101,8 +100,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
 
 fn print(args: &CheckpointArgs, place: &Place, made: Made, begun: Instant, steps: &Steps) -> Result<()> {
     let (took, shown) = (begun.elapsed(), place.shown());
-    let Made { id, bytes, manifest } = made;
-    let memory = InStore::pin(manifest);
+    let Made { id, bytes, memory } = made;
     if args.json {
         return output::json(&Printed::Container(Done {
             container: &id,
@@ -125,25 +123,54 @@ fn print(args: &CheckpointArgs, place: &Place, made: Made, begun: Instant, steps
     Ok(())
 }
 
-/// The bytes of a checkpoint, and the proof for a container that is to end. One that goes on does not stand
-/// still for the disk.
+/// A checkpoint of a container that stands still.
+struct Filled {
+    bytes: u64,
+    /// Of one that the container is to end with: the proof, and what a store has of it.
+    ends: Option<(EndProof, Option<InStore>)>,
+}
+
+/// Makes the checkpoint. A container that goes on does not stand still for the disk.
 async fn filled(
     args: &CheckpointArgs,
     source: &Source,
     target: &mut Target,
     steps: &mut Steps,
-) -> Result<(u64, Option<EndProof>), CheckpointError> {
+) -> Result<Filled, CheckpointError> {
     let bytes = target.fill(source, steps).await?;
     if !args.exit {
-        return Ok((bytes, None));
+        return Ok(Filled { bytes, ends: None });
     }
     // Nothing is believed here: what cannot be read may need a store that has lost it.
-    if let Some(manifest) = target.manifest(source.containerd()).await? {
+    let manifest = target.manifest(source.containerd()).await?;
+    if let Some(manifest) = manifest.clone() {
         steps.begin("memory");
         aside("memory", aside::limit(), move || stored::compare(&manifest)).await??;
         steps.end();
     }
-    Ok((bytes, Some(target.durable(steps).await?)))
+    let proof = target.durable(steps).await?;
+    // Order matters: from here on the checkpoint stays.
+    let memory = manifest.as_ref().and_then(InStore::pin);
+    Ok(Filled {
+        bytes,
+        ends: Some((proof, memory)),
+    })
+}
+
+/// Order matters: what is in the way is found before the container stands still.
+async fn begin(
+    found: SourceFound,
+    containerd: &Containerd,
+    place: &Place,
+) -> Result<(Source, Target), CheckpointError> {
+    let mut target = Target::begin(containerd, place).await?;
+    match found.begin(containerd).await {
+        Ok(source) => Ok((source, target)),
+        Err(error) => {
+            target.discard(containerd).await;
+            Err(error)
+        }
+    }
 }
 
 async fn checkpoint(
@@ -159,15 +186,7 @@ async fn checkpoint(
         found.expect_base()?;
     }
     let mut interrupts = Interrupts::new()?;
-    // Order matters: what is in the way is found before the container stands still.
-    let mut target = Target::begin(&containerd, place).await?;
-    let source = match found.begin(&containerd).await {
-        Ok(source) => source,
-        Err(error) => {
-            target.discard(&containerd).await;
-            return Err(error);
-        }
-    };
+    let (source, mut target) = begin(found, &containerd, place).await?;
     let paused = source.pause(steps).await;
     let interrupted = || CheckpointError::Interrupted { id: id.clone() };
     let work = async {
@@ -178,9 +197,12 @@ async fn checkpoint(
         .unless(work)
         .await
         .unwrap_or_else(|| Err(interrupted()));
-    let proof = done.as_mut().map(|(_, proof)| proof.take());
-    let ended = match proof {
-        Ok(Some(proof)) => source.end(proof, steps).await,
+    let mut memory = None;
+    let ended = match done.as_mut().map(|filled| filled.ends.take()) {
+        Ok(Some((proof, pinned))) => {
+            memory = pinned;
+            source.end(proof, steps).await
+        }
         Ok(None) => source.resume().await,
         Err(_) => {
             target.discard(&containerd).await;
@@ -190,21 +212,23 @@ async fn checkpoint(
             resumed
         }
     };
-    let mut done = done.map(|(bytes, _)| bytes);
+    let mut done = done.map(|filled| filled.bytes);
     if done.is_ok() && ended.is_ok() && !args.exit {
         let synced = interrupts.unless(target.durable(steps)).await;
         if let Err(error) = synced.unwrap_or_else(|| Err(interrupted())) {
             target.discard(&containerd).await;
             done = Err(error);
+        } else {
+            // What cannot be read is reported by whoever looks at the checkpoint.
+            let manifest = target.manifest(&containerd).await.ok().flatten();
+            memory = manifest.as_ref().and_then(InStore::pin);
         }
     }
-    // Nothing is left after a failure. What cannot be read is reported by whoever looks at the checkpoint.
-    let manifest = target.manifest(&containerd).await.ok().flatten();
     if let Err(error) = source.release().await {
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }
     match (done, ended) {
-        (done, Ok(())) => done.map(|bytes| Made { id, bytes, manifest }),
+        (done, Ok(())) => done.map(|bytes| Made { id, bytes, memory }),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {
             note!("firn: {}", error.shown());

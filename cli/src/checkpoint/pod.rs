@@ -84,8 +84,8 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
         Ok(images) => {
             let took = begun.elapsed();
             let memory = images.iter().filter_map(|(name, image)| {
-                let manifest = Manifest::read(image).ok()?;
-                Some((&**name, InStore::pin(manifest)?))
+                let manifest = Manifest::read(image).ok()??;
+                Some((&**name, InStore::pin(&manifest)?))
             });
             let memory = memory.collect();
             match args.json {
