@@ -11,9 +11,11 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use firn_config::{find_program, names};
 use firn_host::{UnlessAbsent, mountinfo, procfs};
+use firn_oci::Spec;
 use firn_transaction::cgroup::{Cgroup, FreezerState};
 use firn_transaction::criu_leftovers::{self, CGYARD, ROOT};
 use firn_transaction::journal::{Outcome, Record};
+use firn_transaction::options::RuncOptions;
 use firn_transaction::recovery;
 use nix::fcntl::{Flock, FlockArg};
 
@@ -39,8 +41,8 @@ struct Left {
 enum Fix {
     /// Ends and clears the transaction whose journal is in the bundle.
     Recover(PathBuf),
-    /// Kills the processes of a container that nobody can resume.
-    Kill(i32),
+    /// Kills the processes of the bundle's container, which nobody can resume.
+    Kill(PathBuf),
     Unmount(PathBuf),
     Directory(PathBuf),
     Tree(PathBuf),
@@ -101,8 +103,11 @@ impl Fix {
                     bail!("its journal cannot be removed");
                 }
             }
-            Self::Kill(pid) => {
-                let cgroup = Cgroup::of_pid(pid)?;
+            Self::Kill(bundle) => {
+                // What was found may have ended since then, and its pid be another process's.
+                let Some((_, cgroup)) = orphan(&bundle) else {
+                    bail!("it is not there any more");
+                };
                 block_on(cgroup.kill_all(LIMIT))??;
             }
             Self::Unmount(path) => {
@@ -191,7 +196,21 @@ fn suspended(bundle: &Path) -> Option<Check> {
 
 /// A container of firn that is frozen, and whose shim has ended.
 fn frozen(bundle: &Path) -> Option<Left> {
-    if !bundle.join(names::BUNDLE_CRIU_CONFIG).exists() {
+    let (pid, _) = orphan(bundle)?;
+    Some(Left {
+        what: format!(
+            "{} is frozen (pid {pid}), and its shim has ended: nobody can resume it",
+            name_of(bundle)
+        ),
+        fix: Fix::Kill(bundle.to_owned()),
+    })
+}
+
+/// The pid of such a container, and its cgroup: that of its spec, which the process of this pid is in. The
+/// pid alone may be that of any process by now.
+fn orphan(bundle: &Path) -> Option<(i32, Cgroup)> {
+    let has = |name: &str| bundle.join(name).exists();
+    if !has(names::BUNDLE_CRIU_CONFIG) || has(names::BUNDLE_OTHERS_CGROUP) {
         return None;
     }
     let pid = fs::read_to_string(bundle.join("init.pid"))
@@ -204,14 +223,11 @@ fn frozen(bundle: &Path) -> Option<Left> {
     if KEEPERS.iter().any(|name| keeper.starts_with(name)) || has_program(bundle) {
         return None;
     }
-    let state = Cgroup::of_pid(pid).ok()?.freezer_state().ok()?;
-    (state != FreezerState::Thawed).then(|| Left {
-        what: format!(
-            "{} is frozen (pid {pid}), and its shim has ended: nobody can resume it",
-            name_of(bundle)
-        ),
-        fix: Fix::Kill(pid),
-    })
+    let (spec, options) = (Spec::load(bundle).ok()?, RuncOptions::load(bundle).ok()?);
+    let id = bundle.file_name()?.to_str()?;
+    let cgroup = Cgroup::by_spec(spec.cgroups_path()?, id, options.systemd_cgroup).ok()?;
+    let is_frozen = cgroup.freezer_state().ok()? != FreezerState::Thawed;
+    (is_frozen && cgroup.holds(pid)).then_some((pid, cgroup))
 }
 
 /// Which field of /proc/PID/stat has the parent, as [`procfs::stat_field`] counts.
@@ -331,64 +347,4 @@ fn of_runc(dir: &Path) -> Vec<Left> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::net::UnixListener;
-    use std::time::SystemTime;
-
-    use super::super::Status;
-    use super::*;
-
-    fn dir() -> tempfile::TempDir {
-        tempfile::tempdir().unwrap()
-    }
-
-    #[test]
-    fn sockets_without_a_listener_are_removed() {
-        let dir = dir();
-        let (dead, living) = (dir.path().join("dead"), dir.path().join("living"));
-        drop(UnixListener::bind(&dead).unwrap());
-        let _listens = UnixListener::bind(&living).unwrap();
-        assert!(sockets(dir.path()).is_empty(), "it is young");
-        let old = SystemTime::now() - 2 * YOUNG;
-        let seconds = old.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
-        let at = nix::sys::time::TimeSpec::new(i64::try_from(seconds).unwrap(), 0);
-        for path in [&dead, &living] {
-            let follow = nix::sys::stat::UtimensatFlags::NoFollowSymlink;
-            nix::sys::stat::utimensat(nix::fcntl::AT_FDCWD, path, &at, &at, follow).unwrap();
-        }
-        let mut left = sockets(dir.path());
-        let found = left.remove(0);
-        assert!(left.is_empty() && found.what.contains("dead"), "{}", found.what);
-        assert_eq!(found.into_check(true).status, Status::Ok);
-        assert!(!dead.exists() && living.exists());
-    }
-
-    #[test]
-    fn directories_of_killed_programs_are_removed() {
-        let dir = dir();
-        for name in ["job-2147483646", "job-x", "job"] {
-            fs::create_dir(dir.path().join(name)).unwrap();
-        }
-        let mut left = directories(dir.path());
-        assert_eq!(left.len(), 1);
-        let check = left.remove(0).into_check(false);
-        assert_eq!(check.remedy.unwrap(), "`firn doctor --fix`");
-        for left in directories(dir.path()) {
-            assert_eq!(left.into_check(true).status, Status::Ok);
-        }
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
-    }
-
-    #[test]
-    fn a_locked_transaction_of_firn_runc_is_not_left() {
-        let dir = dir();
-        let root = dir.path().join("run/runc");
-        fs::create_dir_all(&root).unwrap();
-        fs::write(root.join("job"), "/bundle").unwrap();
-        let left = of_runc(dir.path());
-        assert!(matches!(&left[0].fix, Fix::Runc(root, id) if root == "/run/runc" && id == "job"));
-        let held = Flock::lock(File::open(root.join("job")).unwrap(), FlockArg::LockExclusive);
-        assert!(of_runc(dir.path()).is_empty());
-        drop(held);
-    }
-}
+mod tests;
