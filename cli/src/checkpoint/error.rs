@@ -85,6 +85,21 @@ pub enum CheckpointError {
          that of the store answer, or raise [deadlines] criu-dump"
     )]
     Slow { what: &'static str, limit: Duration },
+    #[error("container {id} stands still and cannot be ended: {message}")]
+    #[problem("FIRN-CONTAINERD", "end it: `ctr tasks kill --signal SIGKILL --all ID`")]
+    NotEnded { id: String, message: String },
+    #[error(
+        "checkpoint {checkpoint} is complete, but container {id} is paused and cannot be ended: {message}"
+    )]
+    #[problem(
+        "FIRN-CONTAINERD",
+        "end it: `ctr tasks kill --signal SIGKILL --all ID`, or let it run on: `ctr tasks resume ID`"
+    )]
+    Complete {
+        checkpoint: String,
+        id: String,
+        message: String,
+    },
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
     Signals(#[from] io::Error),
@@ -101,6 +116,18 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// After a checkpoint that is complete.
+    pub fn with(self, checkpoint: String) -> Self {
+        match self {
+            Self::NotEnded { id, message } => Self::Complete {
+                checkpoint,
+                id,
+                message,
+            },
+            error => error,
+        }
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         let call = match self {

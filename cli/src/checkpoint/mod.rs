@@ -201,7 +201,8 @@ async fn checkpoint(
     let ended = match done.as_mut().map(|filled| filled.ends.take()) {
         Ok(Some((proof, pinned))) => {
             memory = pinned;
-            source.end(proof, steps).await
+            let ended = source.end(proof, steps).await;
+            ended.map_err(|error| error.with(place.shown()))
         }
         Ok(None) => source.resume().await,
         Err(_) => {

@@ -3,6 +3,7 @@
 //! It stands still from before its processes are dumped until the checkpoint is complete, so that the files
 //! that it has written are those of that moment. It is ended only after that: a failure never costs it.
 
+use std::future::Future;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,7 @@ use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskSta
 use crate::oci_image::{self, Blob, Index, Part, media};
 use crate::steps::Steps;
 
-/// How long a container is tried to be resumed.
+/// How long a container is tried to be resumed, or ended.
 const ROLLBACK: Duration = Duration::from_secs(120);
 
 /// How often.
@@ -250,11 +251,43 @@ impl Source {
     /// Ends it, while it stands still: none of its threads runs again.
     pub async fn end(&self, _proof: EndProof, steps: &mut Steps) -> Result<(), CheckpointError> {
         steps.begin("exit");
-        self.containerd.kill(self.id()).await?;
-        CallError::removed(self.containerd.wait(self.id()).await)?;
-        CallError::removed(self.containerd.delete(self.id()).await)?;
+        let until = Instant::now() + ROLLBACK;
+        self.kill(until).await?;
+        self.insist(until, || self.containerd.wait(self.id())).await?;
+        self.insist(until, || self.containerd.delete(self.id())).await?;
         steps.end();
         Ok(())
+    }
+
+    /// A containerd that is started again answers in a while.
+    async fn kill(&self, until: Instant) -> Result<(), CheckpointError> {
+        loop {
+            let Err(failed) = self.containerd.kill(self.id()).await else {
+                return Ok(());
+            };
+            match self.containerd.task_state(self.id()).await {
+                Ok(None | Some(TaskState::Stopped)) => return Ok(()),
+                _ if Instant::now() > until => {
+                    let (id, message) = (self.id().to_owned(), failed.to_string());
+                    return Err(CheckpointError::NotEnded { id, message });
+                }
+                _ => sleep(POLL).await,
+            }
+        }
+    }
+
+    /// Repeats a call whose answer was lost, for a task that may be gone.
+    async fn insist<C: Future<Output = Result<(), CallError>>>(
+        &self,
+        until: Instant,
+        call: impl Fn() -> C,
+    ) -> Result<(), CallError> {
+        loop {
+            match CallError::removed(call().await) {
+                Err(error) if error.is_lost() && Instant::now() < until => sleep(POLL).await,
+                done => return done,
+            }
+        }
     }
 
     /// Removes what only the lease keeps.
@@ -295,5 +328,92 @@ impl Found {
             was_paused: self.was_paused,
             _alone: self.alone,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Status;
+
+    use super::*;
+    use crate::containerd::block_on;
+    use crate::containerd::fake::{Fake, Reply, reply};
+
+    /// `containerd.services.tasks.v1.GetResponse` of a task that is paused.
+    #[derive(Clone, PartialEq, Message)]
+    struct Got {
+        #[prost(message, optional, tag = "1")]
+        process: Option<Process>,
+    }
+
+    #[derive(Clone, PartialEq, Message)]
+    struct Process {
+        #[prost(int32, tag = "4")]
+        status: i32,
+    }
+
+    fn paused() -> Reply {
+        let process = Some(Process { status: 4 });
+        reply(Ok(Got { process }))
+    }
+
+    fn lost() -> Reply {
+        reply::<()>(Err(Status::unavailable("containerd has ended")))
+    }
+
+    async fn source(fake: &Fake, dir: &Path) -> Source {
+        Source {
+            containerd: Containerd::connect(&fake.socket(), "default").await.unwrap(),
+            container: Container {
+                id: "job".to_owned(),
+                ..Container::default()
+            },
+            namespace: "default".to_owned(),
+            lease: String::new(),
+            was_paused: false,
+            _alone: Alone::take(dir, "default", "job").unwrap().unwrap(),
+        }
+    }
+
+    #[test]
+    fn a_container_ends_though_containerd_is_started_again_meanwhile() {
+        let fake = Fake::new(|call, before| {
+            let is_first = !before.iter().any(|made| made == call);
+            match call {
+                "Tasks/Get" => paused(),
+                _ if is_first => lost(),
+                "Tasks/Delete" => reply::<()>(Err(Status::not_found("gone"))),
+                _ => reply(Ok(())),
+            }
+        });
+        let dir = tempfile::tempdir().unwrap();
+        let ended = block_on(async {
+            let source = source(&fake, dir.path()).await;
+            source.end(EndProof::of_test(), &mut Steps::new(true)).await
+        });
+        ended.unwrap().unwrap();
+        for call in ["Tasks/Kill", "Tasks/Wait", "Tasks/Delete"] {
+            assert_eq!(fake.count(call), 2, "{call}");
+        }
+    }
+
+    #[test]
+    fn a_container_that_cannot_be_ended_is_paused_next_to_its_checkpoint() {
+        let fake = Fake::new(|call, _| if call == "Tasks/Get" { paused() } else { lost() });
+        let dir = tempfile::tempdir().unwrap();
+        let killed = block_on(async { source(&fake, dir.path()).await.kill(Instant::now()).await });
+        let shown = killed
+            .unwrap()
+            .unwrap_err()
+            .with("checkpoint/job".to_owned())
+            .shown();
+        for part in [
+            "FIRN-CONTAINERD: ",
+            "checkpoint/job is complete",
+            "job is paused",
+            "resume",
+        ] {
+            assert!(shown.contains(part), "{shown}");
+        }
     }
 }
