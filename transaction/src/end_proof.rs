@@ -36,8 +36,8 @@ pub struct Durable(PathBuf);
 
 impl Durable {
     /// Syncs the files of an image directory, and then the directory. `inside` leads to it, and `path` is
-    /// shown. Fails soon after `stop` is set, and if one of `files` is not there any more, or has not the size
-    /// that it had: the client may have removed the image. With `files` there has to be a manifest.
+    /// shown. Fails soon after `stop` is set, and if one of `files` is not there any more, or has not the
+    /// size that it had: the client may have removed the image. With `files` there has to be a manifest.
     pub fn image(
         inside: &Path,
         path: &Path,

@@ -245,8 +245,8 @@ pub(super) async fn describe(
 }
 
 /// Makes sure that an image is on its disk, after which a workload may end for it: in its directory, or in
-/// the second one that firn has made of it, if the client has gone and removed the first. Without `files` only
-/// the watch of the directory shows that some were removed.
+/// the second one that firn has made of it, if the client has gone and removed the first. Without `files`
+/// only the watch of the directory shows that some were removed.
 pub(super) async fn sync(
     image: &ImageDir,
     rescued: Option<&Path>,
