@@ -119,3 +119,29 @@ impl Filters {
         Some(found)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_apply_together_as_the_kernel_takes() {
+        let answer = [6, 0, 0, 0, 0, 0, 0, 0];
+        let chained = |count: u32, first: Option<u32>| {
+            let filter = |number: u32| Filter {
+                program: Program::parse(&answer),
+                before: number.checked_sub(1).or(first),
+                is_for_all: false,
+                has_others: false,
+            };
+            let all = Filters::of((0..count).map(filter).collect());
+            all.chain(count - 1).map(|chain| chain.len())
+        };
+        assert_eq!(chained(1, None), Some(1));
+        // Each counts for five instructions.
+        assert_eq!(chained(6553, None), Some(6553));
+        assert_eq!(chained(6554, None), None);
+        assert_eq!(chained(2, Some(2)), None, "one is missing");
+        assert_eq!(chained(2, Some(1)), None, "a circle");
+    }
+}
