@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_node::wait_for;
 
-use crate::{BUNDLES, GpuHost};
+use crate::{BUNDLES, GC, GpuHost};
 
 /// How long a node may take to be as before.
 const AT_REST: Duration = Duration::from_secs(30);
@@ -51,12 +51,9 @@ impl Census {
             }
         }
         let processes = host.node().processes().into_iter();
-        // Clients that were killed end when they end, and gc runs when it runs.
-        let is_gc = |process: &firn_node::Process| {
-            process
-                .args
-                .starts_with(&["firn", "store", "gc"].map(str::to_owned))
-        };
+        // Clients that were killed end when they end, and gc runs when it runs, with what has started it.
+        let gc = GC.map(str::to_owned);
+        let is_gc = |process: &firn_node::Process| process.args.ends_with(&gc);
         let processes = processes
             .filter(|process| process.command != "ctr" && !is_gc(process))
             .map(|process| process.command);
