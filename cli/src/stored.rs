@@ -2,6 +2,7 @@
 //! of it, its pin, and whether it is there.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
 use firn_config::{Config, ConfigError, Images, Keys};
 use firn_host::{Problem, ProblemReport};
@@ -32,17 +33,27 @@ impl InStore {
     /// Pins the memory of a checkpoint that was just made, if a store has some of it.
     pub fn pin(manifest: &Manifest) -> Option<Self> {
         let memory = manifest.bulk.clone()?;
-        let pinned = pin(manifest, memory.clone());
-        if let Err(error) = &pinned {
-            let index = memory.index.short();
-            note!("firn: `firn store gc` may remove the memory of the checkpoint, {index}: {error}");
+        match pin(manifest, memory.clone()) {
+            Ok(()) => Some(Self::of(memory, true)),
+            Err(error) => Self::without_pin(manifest, &error),
         }
-        Some(Self {
+    }
+
+    /// As [`Self::pin`], where there was none for this reason.
+    pub fn without_pin(manifest: &Manifest, why: &dyn Display) -> Option<Self> {
+        let memory = manifest.bulk.clone()?;
+        let index = memory.index.short();
+        note!("firn: `firn store gc` may remove the memory of the checkpoint, {index}: {why}");
+        Some(Self::of(memory, false))
+    }
+
+    fn of(memory: StoredMemory, pinned: bool) -> Self {
+        Self {
             store: memory.store,
             index: memory.index,
             bytes: memory.bytes,
-            pinned: pinned.is_ok(),
-        })
+            pinned,
+        }
     }
 
     /// For people.

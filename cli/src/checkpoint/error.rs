@@ -85,11 +85,11 @@ pub enum CheckpointError {
          that of the store answer, or raise [deadlines] criu-dump"
     )]
     Slow { what: &'static str, limit: Duration },
-    #[error("container {id} stands still and cannot be ended: {message}")]
+    #[error("container {id} was paused and cannot be ended: {message}")]
     #[problem("FIRN-CONTAINERD", "end it: `ctr tasks kill --signal SIGKILL --all ID`")]
     NotEnded { id: String, message: String },
     #[error(
-        "checkpoint {checkpoint} is complete, but container {id} is paused and cannot be ended: {message}"
+        "checkpoint {checkpoint} is complete, but container {id} was paused and cannot be ended: {message}"
     )]
     #[problem(
         "FIRN-CONTAINERD",

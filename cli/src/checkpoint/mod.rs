@@ -12,6 +12,7 @@ mod target;
 use std::time::Instant;
 
 use anyhow::Result;
+use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use serde::Serialize;
 
@@ -150,11 +151,21 @@ async fn filled(
     }
     let proof = target.durable(steps).await?;
     // Order matters: from here on the checkpoint stays.
-    let memory = manifest.as_ref().and_then(InStore::pin);
+    let memory = pinned(manifest).await;
     Ok(Filled {
         bytes,
         ends: Some((proof, memory)),
     })
+}
+
+/// What a store has of the checkpoint, which is pinned there. A store that does not answer keeps no container.
+async fn pinned(manifest: Option<Manifest>) -> Option<InStore> {
+    let manifest = manifest?;
+    let own = manifest.clone();
+    match aside("pin", aside::limit(), move || InStore::pin(&own)).await {
+        Ok(pinned) => pinned,
+        Err(late) => InStore::without_pin(&manifest, &late),
+    }
 }
 
 /// Order matters: what is in the way is found before the container stands still.
@@ -222,7 +233,7 @@ async fn checkpoint(
         } else {
             // What cannot be read is reported by whoever looks at the checkpoint.
             let manifest = target.manifest(&containerd).await.ok().flatten();
-            memory = manifest.as_ref().and_then(InStore::pin);
+            memory = pinned(manifest).await;
         }
     }
     if let Err(error) = source.release().await {

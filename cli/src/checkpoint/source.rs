@@ -267,7 +267,7 @@ impl Source {
             };
             match self.containerd.task_state(self.id()).await {
                 Ok(None | Some(TaskState::Stopped)) => return Ok(()),
-                _ if Instant::now() > until => {
+                state if Instant::now() > until || state.is_ok() && !failed.is_lost() => {
                     let (id, message) = (self.id().to_owned(), failed.to_string());
                     return Err(CheckpointError::NotEnded { id, message });
                 }
@@ -410,7 +410,7 @@ mod tests {
         for part in [
             "FIRN-CONTAINERD: ",
             "checkpoint/job is complete",
-            "job is paused",
+            "job was paused",
             "resume",
         ] {
             assert!(shown.contains(part), "{shown}");

@@ -161,8 +161,10 @@ impl Target {
     pub async fn discard(&mut self, containerd: &Containerd) {
         let removed = match self {
             Self::Image(name, recorded) => {
-                if let Some(digest) = recorded.take()
-                    && let Err(error) = forgotten(containerd, name, &digest).await
+                // Order matters: what containerd was asked for may come after a look, so that the next one
+                // looks again.
+                if let Some(digest) = recorded
+                    && let Err(error) = forgotten(containerd, name, digest).await
                 {
                     note!("firn: image {name} is left: {error}");
                 }
@@ -181,7 +183,7 @@ impl Target {
 async fn forgotten(containerd: &Containerd, name: &str, digest: &str) -> Result<(), CallError> {
     let image = containerd.image(name).await?;
     match image.and_then(|image| image.target) {
-        Some(target) if target.digest == digest => containerd.delete_image(name).await,
+        Some(target) if target.digest == digest => containerd.delete_target(name, Some(target)).await,
         _ => Ok(()),
     }
 }

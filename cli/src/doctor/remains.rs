@@ -225,7 +225,12 @@ fn orphan(bundle: &Path) -> Option<(i32, Cgroup)> {
     }
     let (spec, options) = (Spec::load(bundle).ok()?, RuncOptions::load(bundle).ok()?);
     let id = bundle.file_name()?.to_str()?;
-    let cgroup = Cgroup::by_spec(spec.cgroups_path()?, id, options.systemd_cgroup).ok()?;
+    let cgroup = Cgroup::by_spec(
+        spec.cgroups_path().unwrap_or_default(),
+        id,
+        options.systemd_cgroup,
+    )
+    .ok()?;
     let is_frozen = cgroup.freezer_state().ok()? != FreezerState::Thawed;
     (is_frozen && cgroup.holds(pid)).then_some((pid, cgroup))
 }

@@ -60,6 +60,8 @@ pub(super) struct Copies<'a> {
 struct Placed<'a> {
     agent: &'a Agent,
     place: String,
+    /// Where it was before it got its name, which is this run's own.
+    partial: String,
     /// What a look has shown.
     shown: String,
 }
@@ -150,6 +152,7 @@ impl Drain {
         copies.placed.push(Placed {
             agent,
             place: place.clone(),
+            partial: partial.clone(),
             shown: shown.clone(),
         });
         self.on(agent, NAME, &[&place, &partial])?;
@@ -207,10 +210,16 @@ impl Drain {
 
     /// Removes what this run has made, of what is still there.
     fn remove(&self, copies: &Copies<'_>) {
-        for Placed { agent, place, shown } in &copies.placed {
+        for placed in &copies.placed {
+            let Placed {
+                agent,
+                place,
+                partial,
+                ..
+            } = placed;
             match self.on(agent, LOOK, &[place]) {
-                Ok(there) if there == *shown => self.clear(agent, &[place]),
-                Ok(_) => {}
+                Ok(there) if there == placed.shown => self.clear(agent, &[place, partial]),
+                Ok(_) => self.clear(agent, &[partial]),
                 Err(error) => left(agent, place, &error),
             }
         }

@@ -265,14 +265,14 @@ fn a_name_that_another_run_takes_meanwhile_is_its_own() {
 
 #[test]
 fn a_name_whose_answer_is_lost_is_removed() {
-    let cluster = Cluster::new();
-    let kubectl = KUBECTL.replace(
-        "sh -euc",
-        "case $script in mv*) sh -euc \"$script\" agent \"$@\"; exit 1 ;; esac; sh -euc",
-    );
-    cluster.write("kubectl", &kubectl);
-    assert!(cluster.code().starts_with("FIRN-DRAIN-KUBECTL "));
-    assert_eq!(cluster.there(), [""; 0]);
+    // Given, or not.
+    for mv in ["sh -euc \"$script\" agent \"$@\"; exit 1", "exit 1"] {
+        let cluster = Cluster::new();
+        let kubectl = KUBECTL.replace("sh -euc", &format!("case $script in mv*) {mv} ;; esac; sh -euc"));
+        cluster.write("kubectl", &kubectl);
+        assert!(cluster.code().starts_with("FIRN-DRAIN-KUBECTL "), "{mv}");
+        assert_eq!(cluster.there(), [""; 0], "{mv}");
+    }
 }
 
 #[test]

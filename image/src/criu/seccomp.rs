@@ -125,12 +125,7 @@ impl DeniedCalls {
 
     /// The first that none of the programs denies. All of them decide about a process.
     pub(super) fn permitted(&self, programs: &[&Program]) -> Option<&Denied> {
-        // The lower answer counts: another filter may have one below that which leaves it to a tracer.
-        let is_alone = programs.len() == 1;
-        let denies = |program: &Program, call: &Denied| {
-            let trace = call.asks.trace && is_alone;
-            program.denies(call.audit, call.number, Asks { trace, ..call.asks })
-        };
+        let denies = |program: &Program, call: &Denied| program.denies(call.audit, call.number, call.asks);
         let mut calls = self.0.iter();
         calls.find(|call| !programs.iter().any(|program| denies(program, call)))
     }

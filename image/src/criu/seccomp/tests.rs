@@ -305,9 +305,12 @@ fn another_process_decides_only_where_the_profile_lets_it() {
         };
         assert_eq!(permitted(only("mount"), &[&of(code)]), None, "{action}");
         assert!(permitted(only("ptrace"), &[&of(code)]).is_some(), "{action}");
-        // Another filter of the same process leaves it to the process that has its listener.
-        let both = permitted(only("mount"), &[&of(code), &of(NOTIFY)]);
-        assert_eq!(both.is_some(), code == TRACE, "{action}");
+        // Filters of the program itself change nothing.
+        assert_eq!(
+            permitted(only("mount"), &[&of(code), &of(ALLOW)]),
+            None,
+            "{action}"
+        );
         assert!(
             permitted(only("mount"), &[&of(TRACE + NOTIFY - code)]).is_some(),
             "{action}"
