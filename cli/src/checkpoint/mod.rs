@@ -158,7 +158,8 @@ async fn filled(
     })
 }
 
-/// What a store has of the checkpoint, which is pinned there. A store that does not answer keeps no container.
+/// What a store has of the checkpoint, which is pinned there. A store that does not answer keeps no container
+/// still.
 async fn pinned(manifest: Option<Manifest>) -> Option<InStore> {
     let manifest = manifest?;
     let own = manifest.clone();
