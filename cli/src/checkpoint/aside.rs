@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use super::error::CheckpointError;
 
 /// As long as CRIU may take for a dump, which goes to the same disks.
-pub fn limit() -> Duration {
+fn limit() -> Duration {
     let config = Config::load(Keys::CRIU);
     config
         .map(|config| config.deadlines)
@@ -19,6 +19,13 @@ pub fn limit() -> Duration {
 
 /// Does the work in a thread of its own, which is left behind when the time is over or the caller gives up.
 pub async fn aside<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, CheckpointError> {
+    within(what, limit(), work).await
+}
+
+async fn within<T: Send + 'static>(
     what: &'static str,
     limit: Duration,
     work: impl FnOnce() -> T + Send + 'static,
@@ -38,14 +45,14 @@ mod tests {
     #[test]
     fn work_that_takes_too_long_is_left() {
         let (hold, held) = std::sync::mpsc::channel::<()>();
-        let slow = aside("sync", Duration::from_millis(1), move || held.recv());
+        let slow = within("sync", Duration::from_millis(1), move || held.recv());
         let slow = crate::containerd::block_on(slow);
         assert!(matches!(
             slow.unwrap(),
             Err(CheckpointError::Slow { what: "sync", .. })
         ));
         drop(hold);
-        let quick = crate::containerd::block_on(aside("sync", Duration::MAX, || 1));
+        let quick = crate::containerd::block_on(within("sync", Duration::MAX, || 1));
         assert!(matches!(quick.unwrap(), Ok(1)));
     }
 }

@@ -146,7 +146,7 @@ async fn filled(
     let manifest = target.manifest(source.containerd()).await?;
     if let Some(manifest) = manifest.clone() {
         steps.begin("memory");
-        aside("memory", aside::limit(), move || stored::compare(&manifest)).await??;
+        aside("memory", move || stored::compare(&manifest)).await??;
         steps.end();
     }
     let proof = target.durable(steps).await?;
@@ -163,7 +163,7 @@ async fn filled(
 async fn pinned(manifest: Option<Manifest>) -> Option<InStore> {
     let manifest = manifest?;
     let own = manifest.clone();
-    match aside("pin", aside::limit(), move || InStore::pin(&own)).await {
+    match aside("pin", move || InStore::pin(&own)).await {
         Ok(pinned) => pinned,
         Err(late) => InStore::without_pin(&manifest, &late),
     }

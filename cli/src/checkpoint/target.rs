@@ -15,7 +15,7 @@ use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
 
-use super::aside::{self, aside};
+use super::aside::aside;
 use super::error::CheckpointError;
 use super::source::Source;
 use crate::containerd::{CallError, Containerd, Image};
@@ -152,7 +152,7 @@ impl Target {
             }
         };
         steps.begin("sync");
-        let synced = aside("sync", aside::limit(), sync).await?;
+        let synced = aside("sync", sync).await?;
         steps.end();
         Ok(synced?.into())
     }
