@@ -58,8 +58,9 @@ fn unused(temporary: &Path, criu_runs: impl Fn() -> bool) -> BTreeSet<String> {
     if criu_runs() { BTreeSet::new() } else { found }
 }
 
-/// Whether a CRIU runs on this host, under whatever suffix its program has.
-fn criu_runs() -> bool {
+/// Whether a CRIU runs on this host, under whatever suffix its program has. What was looked for before and is
+/// there, is that of no CRIU then.
+pub fn criu_runs() -> bool {
     procfs::all()
         .into_iter()
         .any(|pid| procfs::comm(pid).starts_with("criu"))

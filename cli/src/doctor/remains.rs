@@ -240,9 +240,6 @@ const PARENT: usize = 1;
 
 /// What a killed CRIU has mounted and made. While any CRIU runs, it may be that one's.
 fn criu(temporary: &Path) -> Vec<Left> {
-    if procfs::all().into_iter().any(|pid| procfs::comm(pid) == "criu") {
-        return Vec::new();
-    }
     let mounts = mountinfo::mounted().unwrap_or_default();
     let is_own = |path: &Path| {
         let name = path.file_name().unwrap_or_default().as_bytes();
@@ -274,7 +271,12 @@ fn criu(temporary: &Path) -> Vec<Left> {
         what: format!("{} is empty, and of a CRIU that was killed", path.display()),
         fix: Fix::Directory(path),
     }));
-    left
+    // Order matters: one that starts after the look has made none of this.
+    if criu_leftovers::criu_runs() {
+        Vec::new()
+    } else {
+        left
+    }
 }
 
 /// Directories of `firn restore` that was killed: `ID-PID`.
