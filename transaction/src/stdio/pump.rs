@@ -5,6 +5,7 @@ use std::io::{self, Write as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SpliceFFlags, fcntl, splice};
@@ -12,6 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::unistd;
 use tokio::io::unix::AsyncFd;
 use tokio::task::coop::consume_budget;
+use tokio::time::sleep;
 
 use super::Stream;
 use super::endpoint::{Sink, Watched};
@@ -29,6 +31,10 @@ const BULK: u32 = 16;
 /// Size of an enlarged pipe. All pipes of a user count against a limit (`pipe-user-pages-soft`), so it is not
 /// larger, and a process that writes only now and then keeps the default.
 const WIDE: i32 = 256 << 10;
+
+/// First and longest time between two looks at how much the client has left to read: no event tells of it.
+const LOOK: Duration = Duration::from_millis(1);
+const LONGEST_LOOK: Duration = Duration::from_millis(50);
 
 /// EOT: a terminal takes it for the end of the input at the start of a line, and for the end of the line
 /// elsewhere.
@@ -60,9 +66,17 @@ pub(super) enum Source {
 /// Copies all of `source` to `sink`. Logs errors, because no caller waits for the result.
 pub(super) async fn pump(source: Source, sink: Sink, stream: Stream, progress: Progress) {
     let copied = match (source, sink) {
-        (Source::Pipe(from), Sink::Pipe(writer, _held)) => move_pages(&from, &writer, &progress).await,
-        (source @ Source::Terminal(_), Sink::Pipe(writer, _held)) => {
-            copy(&source, &writer, &progress).await.map(drop)
+        (source, Sink::Pipe(writer, held)) => {
+            let copied = match &source {
+                Source::Pipe(from) => move_pages(from, &writer, &progress).await,
+                Source::Terminal(_) => copy(&source, &writer, &progress).await.map(drop),
+            };
+            // The process sees that nobody reads any more, however long the client takes.
+            drop(source);
+            if let Some(held) = held {
+                wait_for_client(&writer, held, &progress).await;
+            }
+            copied
         }
         (source, Sink::Terminal(master)) => type_in(&source, &master, &progress).await,
         (source, Sink::File(file)) => append(&source, &file, stream, &progress).await,
@@ -211,6 +225,30 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>, progress: &P
             Err(errno) => return Err(errno.into()),
         }
     }
+}
+
+/// Waits until the client has read what is in its fifo, or has closed its side. A client closes it as soon as
+/// its delete is answered (containerd's `cio`, whose reader may not have run since), with what is in it.
+async fn wait_for_client(fifo: &AsyncFd<OwnedFd>, own_reader: OwnedFd, progress: &Progress) {
+    // Order matters: as long as it is open nothing shows that the client has none.
+    drop(own_reader);
+    let (mut before, mut pause) = (u64::MAX, LOOK);
+    while let Some(unread) = unread(fifo) {
+        if unread < before {
+            (before, pause) = (unread, LOOK);
+            progress.made();
+        }
+        sleep(pause).await;
+        pause = (2 * pause).min(LONGEST_LOOK);
+    }
+}
+
+/// Bytes in a fifo that somebody is going to read; none if it is empty or has no reader.
+fn unread(fifo: &AsyncFd<OwnedFd>) -> Option<u64> {
+    let mut end = [PollFd::new(fifo.as_fd(), PollFlags::empty())];
+    let has_reader = poll(&mut end, PollTimeout::ZERO) == Ok(0);
+    let bytes = rustix::io::ioctl_fionread(fifo).ok()?;
+    (has_reader && bytes > 0).then_some(bytes)
 }
 
 /// Enlarges a pipe. One that may not be enlarged (a limit of its user) is left as it is.

@@ -11,6 +11,8 @@ use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -128,6 +130,13 @@ async fn read_all(mut file: File) -> String {
         .unwrap()
 }
 
+/// Drains the copies while the client reads to the end, and gives what it has read.
+async fn rest(copier: Copier, stdout: File) -> String {
+    let (drained, text) = tokio::join!(copier.drain(PATIENT), read_all(stdout));
+    assert!(drained);
+    text
+}
+
 async fn read_line(file: &File) -> String {
     let mut file = file.try_clone().unwrap();
     let read = spawn_blocking(move || {
@@ -206,6 +215,48 @@ async fn a_client_that_is_late_loses_nothing() {
     assert_eq!(reader.join().unwrap(), "out\n");
 }
 
+/// As ctr does, whose reader may not have run before its delete is answered: it closes the fifo then.
+#[tokio::test]
+async fn a_client_that_closes_after_its_delete_has_read_all() {
+    let client = Client::new();
+    let mut stdout = client.reader("stdout");
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let child = client.spawn(&mut prepared, "echo out");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 0);
+    let is_deleted = Arc::new(AtomicBool::new(false));
+    let read = spawn_blocking({
+        let is_deleted = Arc::clone(&is_deleted);
+        move || {
+            // A span, not a condition: the delete must wait for the client.
+            thread::sleep(Duration::from_millis(300));
+            let mut text = String::new();
+            if !is_deleted.load(Ordering::SeqCst) {
+                stdout.read_to_string(&mut text).unwrap();
+            }
+            text
+        }
+    });
+    assert!(copier.drain(PATIENT).await);
+    is_deleted.store(true, Ordering::SeqCst);
+    assert_eq!(read.await.unwrap(), "out\n");
+}
+
+/// It has read nothing and goes: nothing is left to wait for.
+#[tokio::test]
+async fn a_client_that_closes_without_reading_does_not_delay_a_delete() {
+    let client = Client::new();
+    let stdout = client.reader("stdout");
+    let mut prepared = client.prepare("", "stdout", "", false).await;
+    let child = client.spawn(&mut prepared, "echo out");
+    let copier = prepared.start().await.unwrap();
+    assert_eq!(exit_code(&child).await, 0);
+    drop(stdout);
+    let begun = Instant::now();
+    assert!(copier.drain(PATIENT).await);
+    assert!(begun.elapsed() < LIMIT / 2);
+}
+
 /// The process must not wait for a client that has gone.
 #[tokio::test]
 async fn a_client_that_never_reads_does_not_keep_the_process_from_starting() {
@@ -227,9 +278,8 @@ async fn both_outputs_arrive_and_end() {
     let child = client.spawn(&mut prepared, "echo out; echo err >&2; exit 3");
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 3);
-    assert!(copier.drain(PATIENT).await);
-    assert_eq!(read_all(stdout).await, "out\n");
-    assert_eq!(read_all(stderr).await, "err\n");
+    let (out, err) = tokio::join!(rest(copier, stdout), read_all(stderr));
+    assert_eq!((&*out, &*err), ("out\n", "err\n"));
 }
 
 #[tokio::test]
@@ -339,9 +389,9 @@ async fn output_written_while_the_shim_was_suspended_is_copied() {
             thread::sleep(Duration::from_millis(5));
         }
     };
-    let (drained, ()) = tokio::join!(copier.drain(HASTY), stands_still);
+    let (drained, (), text) = tokio::join!(copier.drain(HASTY), stands_still, read_all(stdout));
     assert!(drained);
-    assert_eq!(read_all(stdout).await, "late\n");
+    assert_eq!(text, "late\n");
 }
 
 #[tokio::test]
@@ -442,6 +492,5 @@ async fn the_process_may_reopen_its_pipes_as_another_user() {
     );
     let copier = prepared.start().await.unwrap();
     assert_eq!(exit_code(&child).await, 0);
-    assert!(copier.drain(PATIENT).await);
-    assert_eq!(read_all(stdout).await, "65534:65534\n");
+    assert_eq!(rest(copier, stdout).await, "65534:65534\n");
 }
