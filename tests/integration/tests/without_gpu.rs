@@ -8,9 +8,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{
-    Archive, BUNDLES, Claims, CommandOutput, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix,
-    on,
+    Archive, BUNDLES, Claims, CommandOutput, Container, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Task, cases,
+    describe, matrix, on,
 };
 use firn_node::{Platform, wait_for};
 
@@ -394,11 +395,38 @@ fn either_shim_restores_the_others_image(platform: Platform) -> Result<()> {
     })
 }
 
+/// A shell that starts one program after the other is hardly ever outside of vfork, where CRIU cannot stop
+/// it. containerd's shim fails here: who asks the shim itself pauses nothing.
+fn a_shell_that_starts_programs_is_checkpointed(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "pl-v", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let script = "i=0; while :; do i=$((i+1)); /bin/true; echo $i >>/log; done";
+        let shell = start(host, host.runtime_for_options()?, script)?;
+        let task = Task::of(host, "c")?;
+        for number in 0..8 {
+            counts_on(&shell, host, 3)?;
+            let ends = number == 7;
+            let options = CheckpointOptions {
+                exit: ends,
+                ..CheckpointOptions::default()
+            };
+            let pending = task.checkpoint(&format!("/tmp/image/{number}"), &options)?;
+            let reported = describe(&task.end(pending), |_| "done".to_owned());
+            ensure!(reported == "done", "checkpoint {number}: {reported}");
+            let status = if ends { "STOPPED" } else { "RUNNING" };
+            shell.becomes(status)?;
+        }
+        shell.forget()?;
+        host.idle()
+    })
+}
+
 fn main() -> ExitCode {
     matrix::run(&cases! {
         runs_are_as_with_the_stock_shim [FORKY, TRIXIE];
         a_lifecycle_is_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         either_shim_restores_the_others_image [FORKY, TRIXIE];
+        a_shell_that_starts_programs_is_checkpointed [FORKY, FORKY_V2, TRIXIE];
     })
 }

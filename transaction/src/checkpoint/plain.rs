@@ -195,7 +195,7 @@ async fn dump_now(
     };
     // With others it stands still already, and must not run any more.
     if request.meeting.is_none() {
-        freeze_outside_vfork(container, was_frozen, cancel).await;
+        freeze_outside_vfork(container, cancel).await;
     }
     let inside = image.inside();
     let paths = (&*inside, &*work.path);
@@ -206,9 +206,13 @@ async fn dump_now(
     if dumped.is_err() {
         killed_criu::release(container, &work.log(), cancel, reaper).await;
     }
-    if dumped.is_err() && !cancel.is_cancelled() {
-        // Not for a container that is being killed: a frozen cgroup would delay its end.
-        reset_freezer(container, was_frozen, cancel).await;
+    // With others the caller does it, once all are done.
+    let is_alone = dumped.is_err() || request.meeting.is_none();
+    if is_alone && !cancel.is_cancelled() {
+        // Not for a container that is being killed: a frozen cgroup would delay its end, as it would that of
+        // one that CRIU has ended.
+        let stays_frozen = was_frozen && !(dumped.is_ok() && request.exit);
+        reset_freezer(container, stays_frozen, cancel).await;
     }
     let gone = image.at(|image| image.check()).await.err();
     let complete = dumped.is_ok() && gone.is_none();
@@ -242,15 +246,12 @@ async fn dump_now(
     result
 }
 
-/// Freezes again a container that its client has frozen while a process was between vfork and exec: CRIU
-/// would give up after 10 s.
-async fn freeze_outside_vfork(container: &Container, was_frozen: bool, cancel: &CancellationToken) {
-    if !was_frozen {
-        return;
-    }
+/// Freezes the container, also one that its client has frozen, while no process is between vfork and exec:
+/// CRIU, which would freeze it at any moment, gives up after 10 s if one is.
+async fn freeze_outside_vfork(container: &Container, cancel: &CancellationToken) {
     let frozen = async { container.cgroup()?.freeze_outside_vfork(RESET).await };
     if let Some(frozen) = cancel.unless_cancelled(frozen).await {
-        frozen.or_warn(format_args!(
+        frozen.unless_absent().or_warn(format_args!(
             "{}: a process may be between vfork and exec",
             container.id
         ));
