@@ -100,6 +100,14 @@ pub enum CheckpointError {
         id: String,
         message: String,
     },
+    #[error(
+        "the checkpoint is complete, but container {id} was resumed or started again meanwhile: it runs on"
+    )]
+    #[problem(
+        "FIRN-FREEZER",
+        "what it has done since is not in the checkpoint: make another one once nobody resumes the container"
+    )]
+    Resumed { id: String },
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
     Signals(#[from] io::Error),

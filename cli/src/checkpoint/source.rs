@@ -65,6 +65,8 @@ pub struct Source {
     pub container: Container,
     pub namespace: String,
     lease: String,
+    /// Of its init.
+    pid: u32,
     was_paused: bool,
     _alone: Alone,
 }
@@ -96,11 +98,12 @@ impl Source {
         let Some(alone) = alone else {
             return Err(CheckpointError::Busy { id });
         };
-        match containerd.task_state(&id).await? {
-            Some(state @ (TaskState::Running | TaskState::Paused)) => Ok(Found {
+        match containerd.task(&id).await? {
+            Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Found {
                 container,
                 namespace,
-                was_paused: state == TaskState::Paused,
+                pid: task.pid,
+                was_paused: task.state == TaskState::Paused,
                 alone,
             }),
             _ => Err(CheckpointError::NotRunning { id }),
@@ -252,11 +255,34 @@ impl Source {
     pub async fn end(&self, _proof: EndProof, steps: &mut Steps) -> Result<(), CheckpointError> {
         steps.begin("exit");
         let until = Instant::now() + ROLLBACK;
-        self.kill(until).await?;
+        if self.stands_still(until).await? {
+            self.kill(until).await?;
+        }
         self.insist(until, || self.containerd.wait(self.id())).await?;
         self.insist(until, || self.containerd.delete(self.id())).await?;
         steps.end();
         Ok(())
+    }
+
+    /// Whether it is still the task that was checkpointed, and has not run since; false if it has ended.
+    async fn stands_still(&self, until: Instant) -> Result<bool, CheckpointError> {
+        loop {
+            match self.containerd.task(self.id()).await {
+                Ok(None) => return Ok(false),
+                Ok(Some(task)) if task.state == TaskState::Stopped => return Ok(false),
+                Ok(Some(task)) if task.state == TaskState::Paused && task.pid == self.pid => return Ok(true),
+                Ok(Some(_)) => {
+                    return Err(CheckpointError::Resumed {
+                        id: self.id().to_owned(),
+                    });
+                }
+                Err(error) if error.is_lost() && Instant::now() < until => sleep(POLL).await,
+                Err(failed) => {
+                    let (id, message) = (self.id().to_owned(), failed.to_string());
+                    return Err(CheckpointError::NotEnded { id, message });
+                }
+            }
+        }
     }
 
     /// A containerd that is started again answers in a while.
@@ -300,6 +326,7 @@ impl Source {
 pub struct Found {
     pub container: Container,
     pub namespace: String,
+    pid: u32,
     was_paused: bool,
     alone: Alone,
 }
@@ -325,6 +352,7 @@ impl Found {
             container: self.container,
             namespace: self.namespace,
             lease,
+            pid: self.pid,
             was_paused: self.was_paused,
             _alone: self.alone,
         })
@@ -348,13 +376,21 @@ mod tests {
 
     #[derive(Clone, PartialEq, Message)]
     struct Process {
+        #[prost(uint32, tag = "3")]
+        pid: u32,
         #[prost(int32, tag = "4")]
         status: i32,
     }
 
-    fn paused() -> Reply {
-        let process = Some(Process { status: 4 });
+    const PID: u32 = 41;
+
+    fn task(pid: u32, status: i32) -> Reply {
+        let process = Some(Process { pid, status });
         reply(Ok(Got { process }))
+    }
+
+    fn paused() -> Reply {
+        task(PID, 4)
     }
 
     fn lost() -> Reply {
@@ -370,6 +406,7 @@ mod tests {
             },
             namespace: "default".to_owned(),
             lease: String::new(),
+            pid: PID,
             was_paused: false,
             _alone: Alone::take(dir, "default", "job").unwrap().unwrap(),
         }
@@ -394,6 +431,27 @@ mod tests {
         ended.unwrap().unwrap();
         for call in ["Tasks/Kill", "Tasks/Wait", "Tasks/Delete"] {
             assert_eq!(fake.count(call), 2, "{call}");
+        }
+    }
+
+    /// What it has done since is in no checkpoint.
+    #[test]
+    fn a_container_that_somebody_has_resumed_or_started_again_is_not_ended() {
+        for (pid, status) in [(PID, 2), (PID + 1, 4), (PID + 1, 2)] {
+            let fake = Fake::new(move |call, _| match call {
+                "Tasks/Get" => task(pid, status),
+                _ => reply(Ok(())),
+            });
+            let dir = tempfile::tempdir().unwrap();
+            let ended = block_on(async {
+                let source = source(&fake, dir.path()).await;
+                source.end(EndProof::of_test(), &mut Steps::new(true)).await
+            });
+            let shown = ended.unwrap().unwrap_err().shown();
+            assert!(shown.contains("FIRN-FREEZER: "), "{shown}");
+            for call in ["Tasks/Kill", "Tasks/Delete"] {
+                assert_eq!(fake.count(call), 0, "{call}");
+            }
         }
     }
 

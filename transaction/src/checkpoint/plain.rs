@@ -206,13 +206,9 @@ async fn dump_now(
     if dumped.is_err() {
         killed_criu::release(container, &work.log(), cancel, reaper).await;
     }
-    // With others the caller does it, once all are done.
-    let is_alone = dumped.is_err() || request.meeting.is_none();
-    if is_alone && !cancel.is_cancelled() {
-        // Not for a container that is being killed: a frozen cgroup would delay its end, as it would that of
-        // one that CRIU has ended.
-        let stays_frozen = was_frozen && !(dumped.is_ok() && request.exit);
-        reset_freezer(container, stays_frozen, cancel).await;
+    if !cancel.is_cancelled() {
+        // Not for a container that is being killed: a frozen cgroup would delay its end.
+        freezer_after(container, request, (was_frozen, dumped.is_ok()), cancel).await;
     }
     let gone = image.at(|image| image.check()).await.err();
     let complete = dumped.is_ok() && gone.is_none();
@@ -244,6 +240,21 @@ async fn dump_now(
     left.tidy(container, keep_log, complete, cancel).await;
     journal::point("dump-tidied").await;
     result
+}
+
+/// Sets the freezer after a dump. With others the caller does it after a success, once all are done.
+async fn freezer_after(
+    container: &Container,
+    request: &Request,
+    (was_frozen, succeeded): (bool, bool),
+    cancel: &CancellationToken,
+) {
+    if succeeded && request.meeting.is_some() {
+        return;
+    }
+    // What CRIU has ended could not end as long as it is frozen.
+    let stays_frozen = was_frozen && !(succeeded && request.exit);
+    reset_freezer(container, stays_frozen, cancel).await;
 }
 
 /// Freezes the container, also one that its client has frozen, while no process is between vfork and exec:

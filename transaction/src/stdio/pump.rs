@@ -32,7 +32,7 @@ const BULK: u32 = 16;
 /// larger, and a process that writes only now and then keeps the default.
 const WIDE: i32 = 256 << 10;
 
-/// First and longest time between two looks at how much the client has left to read: no event tells of it.
+/// First and longest time between two looks at how much the client has left to read: no event reports it.
 const LOOK: Duration = Duration::from_millis(1);
 const LONGEST_LOOK: Duration = Duration::from_millis(50);
 
