@@ -103,6 +103,33 @@ mod tests {
         assert!(roots("").is_empty());
     }
 
+    #[tokio::test]
+    async fn the_directory_that_the_log_names_is_removed() {
+        let left = tempfile::Builder::new()
+            .prefix(ROOT)
+            .rand_bytes(SUFFIX)
+            .tempdir_in("/tmp")
+            .unwrap();
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let text = format!("mnt: Will mount 99 @ {}/mnt-99 /sys\n", left.path().display());
+        std::fs::write(log.path(), text).unwrap();
+        remove_roots(log.path()).await;
+        assert!(!left.path().exists());
+    }
+
+    /// That none runs cannot be seen here: other tests may run one.
+    #[test]
+    fn a_criu_with_a_suffix_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("criu-ns-4.2");
+        std::fs::copy("/bin/sleep", &program).unwrap();
+        let mut child = std::process::Command::new(program).arg("60").spawn().unwrap();
+        let runs = criu_runs();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(runs);
+    }
+
     #[test]
     fn without_a_log_it_is_one_that_no_criu_uses() {
         let dir = tempfile::tempdir().unwrap();

@@ -83,10 +83,12 @@ impl Durable {
     }
 
     fn named(path: &Path) -> Result<Self, NotOnDisk> {
-        match path.parent() {
-            Some(above) if above.as_os_str().is_empty() => durable::sync_names(Path::new("."))?,
-            Some(above) => durable::sync_names(above)?,
-            None => {}
+        let failed = |source| NotOnDisk {
+            path: path.to_owned(),
+            source,
+        };
+        if let Some(above) = std::path::absolute(path).map_err(failed)?.parent() {
+            durable::sync_names(above)?;
         }
         Ok(Self(path.to_owned()))
     }
@@ -158,6 +160,15 @@ impl fmt::Display for EndProof {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_without_a_directory_is_in_the_working_directory() {
+        assert!(Path::new("Cargo.toml").exists(), "it is that of the crate");
+        assert_eq!(
+            Durable::file(Path::new("Cargo.toml")).unwrap().path(),
+            "Cargo.toml"
+        );
+    }
 
     #[test]
     fn what_is_not_on_its_disk_is_named_and_a_proof_shows_why() {

@@ -6,6 +6,7 @@ use super::*;
 fn what_the_kernel_does_not_take_denies_nothing() {
     assert!(Program::parse(b"filter").is_none());
     assert!(Program::parse(&[0; 8 * 4097]).is_none());
+    assert_eq!(Program::parse(&[0; 8 * 4096]).map(|most| most.len()), Some(4096));
     for wrong in [
         &[][..],
         &[load(0)],
@@ -43,6 +44,7 @@ fn what_is_computed_is_as_in_the_kernel() {
         (0x24, 0x7ff8, 2),
         (0x34, 0x1_ffe0, 2),
         (0x44, 0xff00, 0xf0),
+        (0x44, 0xfff0, 0xf0),
         (0x54, 0xffff_ffff, 0xfff0),
         (0x64, 0xfff, 4),
         (0x74, 0xf_ff00, 4),
@@ -78,6 +80,42 @@ fn what_is_computed_is_as_in_the_kernel() {
         answer(ALLOW),
     ];
     assert!(program_denies(&length));
+    // The index is kept in a word of the memory.
+    let kept = [
+        (0x01, 0, 0, 7),
+        (0x00, 0, 0, 5),
+        (0x03, 0, 0, 0),
+        (0x60, 0, 0, 0),
+        equal(7, 0, 1),
+        answer(ERRNO),
+        answer(ALLOW),
+    ];
+    assert!(program_denies(&kept));
+    // The answer is what was computed.
+    for (computed, denies) in [(ERRNO, true), (ALLOW, false)] {
+        assert_eq!(program_denies(&[(0x00, 0, 0, computed), (0x16, 0, 0, 0)]), denies);
+    }
+}
+
+#[test]
+fn a_condition_of_what_is_known_leads_one_way() {
+    for (code, constant, smaller, equal, larger) in [
+        (0x15, 6, false, true, false),
+        (0x25, 6, false, false, true),
+        (0x35, 6, false, true, true),
+        // A bit in common.
+        (0x45, 6, true, true, true),
+        (0x45, 2, false, true, true),
+    ] {
+        for (known, holds) in [(5, smaller), (6, equal), (7, larger)] {
+            let one_way = |yes, no| {
+                let jump = (code, 0, 1, constant);
+                program_denies(&[(0x00, 0, 0, known), jump, answer(yes), answer(no)])
+            };
+            assert_eq!(one_way(ERRNO, ALLOW), holds, "{code:x} {known}");
+            assert_eq!(one_way(ALLOW, ERRNO), !holds, "{code:x} {known}");
+        }
+    }
 }
 
 #[test]
