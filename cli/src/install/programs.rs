@@ -1,7 +1,7 @@
 //! firn's programs: copied into a directory, and removed from it.
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -78,13 +78,23 @@ fn change(file: &mut File, path: &Path) -> io::Result<Change> {
 
 const MODE: u32 = 0o755;
 
-fn same(one: &mut File, other: File) -> io::Result<bool> {
+/// Bytes that are compared at once: one after the other, 300 MB of a debug build took 20 s of a processor.
+const PIECE: u64 = 1 << 20;
+
+fn same(one: &mut File, mut other: File) -> io::Result<bool> {
     if one.metadata()?.len() != other.metadata()?.len() {
         return Ok(false);
     }
-    let (one, other) = (BufReader::new(one), BufReader::new(other));
-    let mut pairs = one.bytes().zip(other.bytes());
-    pairs.try_fold(true, |same, (one, other)| Ok(same && one? == other?))
+    let piece = |file: &mut File| {
+        let mut bytes = Vec::new();
+        file.take(PIECE).read_to_end(&mut bytes).map(|_| bytes)
+    };
+    loop {
+        let (ours, theirs) = (piece(one)?, piece(&mut other)?);
+        if ours != theirs || ours.is_empty() {
+            return Ok(ours == theirs);
+        }
+    }
 }
 
 /// Copies that do not have their names yet. Those that do not get them are removed.

@@ -269,8 +269,9 @@ impl Client<'_> {
         }
         seen.push(self.run(&["--rm"], &["sh", "-c", "echo out; echo err >&2; exit 7"], "")?);
         seen.push(self.run(&["--rm"], &["no-such-program"], "")?);
-        let loops = "echo began; trap 'exit 3' TERM; while :; do sleep 0.1; done";
-        let made = self.run(&["-d", "--name", "job"], &["sh", "-c", loops], "")?;
+        // Two processes at any moment: `stats` counts them.
+        let waits = "echo began; trap 'exit 3' TERM; sleep 1000 & wait";
+        let made = self.run(&["-d", "--name", "job"], &["sh", "-c", waits], "")?;
         let Some(id) = made.strip_prefix("Some(0) ").map(str::trim) else {
             bail!("{made}")
         };
