@@ -12,6 +12,9 @@ use crate::checkpoints::computes;
 use crate::client::{Cri, Ctr, Pod};
 use crate::named::{FROM, allowed, cold, on_gpu};
 
+/// Found before the node's own.
+const CRIU: &str = "/usr/local/sbin/criu";
+
 pub const POINTS: &[Point] = &[
     Point::new(
         "pod checkpoint: two containers with GPUs and one without stand still at one moment",
@@ -320,15 +323,14 @@ fn suspended(cri: Cri<'_>) -> Result<String> {
     ))
 }
 
-/// Stops the CRIU of this container as soon as it is there.
-fn stop_criu(id: &str) -> String {
+/// Stands in for CRIU: that of this container stands still before it has begun.
+fn stopping_criu(id: &str) -> String {
     format!(
-        "while :; do for p in $(pidof criu); do
-            of=$(sed -n 's/^PPid:[[:space:]]*//p' /proc/$p/status)
-            case $(tr '\\0' ' ' </proc/$of/cmdline) in
-                *' checkpoint '*{id}*) kill -STOP $p && echo $p >/tmp/stopped && exit 0 ;;
-            esac
-        done 2>/dev/null; done"
+        "#!/bin/sh
+         case $(tr '\\0' ' ' </proc/$PPID/cmdline) in
+             *' checkpoint '*{id}*) echo $$ >/tmp/stopped; kill -STOP $$ ;;
+         esac
+         exec /usr/sbin/criu \"$@\"\n"
     )
 }
 
@@ -337,9 +339,11 @@ fn stopped_criu(cri: Cri<'_>) -> Result<String> {
     let node = cri.host.node();
     let three = Three::begin(cri)?;
     cri.host.configure("[deadlines]\ncriu-dump = \"8s\"\n")?;
-    let watching = node.spawn(&["sh", "-c", &stop_criu(&three.containers[2].id)])?;
+    node.write(CRIU, stopping_criu(&three.containers[2].id))?;
+    node.run(&["chmod", "755", CRIU])?;
     let begin = "timeout 90 firn checkpoint --pod default/three /tmp/pod";
     let output = failure(node.run(&["sh", "-c", begin]));
+    node.run(&["rm", CRIU])?;
     cri.host.configure("")?;
     let was_stopped = node.path("/tmp/stopped").exists();
     node.run(&[
@@ -347,7 +351,6 @@ fn stopped_criu(cri: Cri<'_>) -> Result<String> {
         "-c",
         "kill -KILL $(cat /tmp/stopped); rm -f /tmp/stopped; true",
     ])?;
-    { watching }.kill()?;
     ensure!(was_stopped, "no CRIU was stopped");
     let output = output?;
     three.go_on(3)?;
