@@ -31,7 +31,7 @@ const EXAMPLES: &str = "Examples:\n  firn doctor\n  firn ps\n  firn checkpoint j
                         firn restore job.tar\n  firn help checkpoint\n\n\
                         Exit status: 0 done, 1 failed, 2 wrong usage.";
 
-/// Shows checkpoints of GPU containers and nodes that run them, and restores image directories.
+/// Checkpoint, restore and move GPU containers, and show their checkpoints and their nodes
 #[derive(Debug, Parser)]
 #[command(name = "firn", version, after_help = EXAMPLES)]
 pub struct Args {

@@ -1,9 +1,8 @@
-//! firn: checkpoints, restores and moves containers, shows checkpoints, workloads and nodes, writes CDI
-//! files, and cleans the store for the memory of checkpoints.
+//! firn: checkpoints, restores and moves GPU containers, and shows their checkpoints and their nodes.
 //!
-//! Only `cdi generate`, `checkpoint`, `restore`, `move`, `resume`, `move-gpu`, `drain`, `cri-pods`,
-//! `install`, `uninstall`, `images prune` and `store` change anything. The driver is reached through
-//! `firn-gpu`.
+//! These change something: `cdi generate`, `checkpoint`, `cri-pods`, `doctor --fix`, `drain`, `images prune`,
+//! `install`, `labels`, `move`, `move-gpu`, `node-agent`, `restore`, `resume`, `sign`, `store`, `uninstall`.
+//! The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

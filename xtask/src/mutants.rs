@@ -119,4 +119,39 @@ mod tests {
             assert!(root.join(file).is_file(), "no {file}");
         }
     }
+
+    /// An exclusion of a file that was moved excludes nothing.
+    #[test]
+    fn the_files_of_the_exclusions_exist() {
+        let root = workspace().unwrap();
+        let text = fs::read_to_string(root.join(".cargo/mutants.toml")).unwrap();
+        let all = text.split("exclude_re = [").nth(1).unwrap();
+        let named = all.lines().filter_map(|line| {
+            let (files, _) = line.trim().strip_prefix('\'')?.split_once("\\.rs")?;
+            Some(files)
+        });
+        let tracked = Command::new("git")
+            .arg("-C")
+            .arg(&root)
+            .arg("ls-files")
+            .output()
+            .unwrap();
+        let tracked = String::from_utf8(tracked.stdout).unwrap();
+        let is_there = |name: &str| tracked.lines().any(|file| file.ends_with(&format!("{name}.rs")));
+        let mut count = 0;
+        for files in named {
+            let (directory, names) = files.rsplit_once('/').unwrap_or(("", files));
+            let names = names.trim_start_matches('(').trim_end_matches(')');
+            for name in names.split('|') {
+                let name = if directory.is_empty() {
+                    format!("/{name}")
+                } else {
+                    format!("{directory}/{name}")
+                };
+                assert!(is_there(&name), "no {name}.rs");
+                count += 1;
+            }
+        }
+        assert!(count > 10, "{count}");
+    }
 }
