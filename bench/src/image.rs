@@ -243,9 +243,10 @@ static GROUPS: &[Group] = &[
 impl Group {
     /// Names of the cases, and what they are.
     fn cases(&self, mib: u32) -> impl Iterator<Item = (String, Way, Measure)> {
-        let size = match mib.is_multiple_of(1024) {
-            true => format!("{}g", mib / 1024),
-            false => format!("{mib}m"),
+        let size = if mib.is_multiple_of(1024) {
+            format!("{}g", mib / 1024)
+        } else {
+            format!("{mib}m")
         };
         let ways = self.ways[1..].iter();
         ways.flat_map(|way| self.measures.iter().map(|measure| (*way, *measure)))
@@ -344,9 +345,10 @@ impl Lab {
     fn begin(built: &Built, on_disk: bool) -> Result<Self> {
         let gpus = [SimGpu::h200(1)];
         let name = format!("bench-image-{}", std::process::id());
-        let host = match on_disk {
-            true => GpuHost::start_on_disk(built, Suite::Forky, &name, &gpus)?,
-            false => GpuHost::start(built, Suite::Forky, &name, &gpus)?,
+        let host = if on_disk {
+            GpuHost::start_on_disk(built, Suite::Forky, &name, &gpus)?
+        } else {
+            GpuHost::start(built, Suite::Forky, &name, &gpus)?
         };
         let pool = Pool::begin(built)?.into();
         let lab = Self { host, pool };

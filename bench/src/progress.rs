@@ -45,9 +45,10 @@ impl Progress {
     }
 
     fn show(&self) {
-        match self.terminal {
-            true => eprint!("\r\x1b[K{}: {} of {}", self.what, self.done, self.steps),
-            false => eprint!("{}: ", self.what),
+        if self.terminal {
+            eprint!("\r\x1b[K{}: {} of {}", self.what, self.done, self.steps)
+        } else {
+            eprint!("{}: ", self.what)
         }
         // The progress is not worth failing for.
         let _ = stderr().flush();

@@ -60,9 +60,10 @@ pub fn convert_bundle(
 ) -> Result<Converted, ConvertError> {
     let spec = Spec::load(bundle)?;
     let rules = Rules::of(&spec, wrapper)?;
-    let keys = match restores {
-        true => Keys::RESTORED_GPU_REQUEST,
-        false => Keys::GPU_REQUEST,
+    let keys = if restores {
+        Keys::RESTORED_GPU_REQUEST
+    } else {
+        Keys::GPU_REQUEST
     };
     let converted = convert(spec, &Config::load(keys)?, &rules, restores)?;
     if !converted.names.is_empty() {
@@ -110,10 +111,11 @@ pub fn convert_by(
         return unchanged(spec);
     }
     let registry = registry();
-    let names = match from_elsewhere && !config.restore.gpus.is_empty() {
+    let names = if from_elsewhere && !config.restore.gpus.is_empty() {
         // The configuration names the GPUs that it may use here; the restore picks among them.
-        true => parsed(&config.restore.gpus, &registry)?,
-        false => requested(&spec, &request, &registry)?,
+        parsed(&config.restore.gpus, &registry)?
+    } else {
+        requested(&spec, &request, &registry)?
     };
     if names.is_empty() {
         return unchanged(spec);
@@ -123,9 +125,10 @@ pub fn convert_by(
         edit::drop_nodes(&mut edited)?;
     }
     let mut value = edited.into_value();
-    let left_out = match granted && !from_elsewhere {
-        true => registry.inject_without_nodes(&mut value, &names)?,
-        false => registry.inject(&mut value, &names).map(|()| BTreeSet::new())?,
+    let left_out = if granted && !from_elsewhere {
+        registry.inject_without_nodes(&mut value, &names)?
+    } else {
+        registry.inject(&mut value, &names).map(|()| BTreeSet::new())?
     };
     let mut spec = Spec::from(value);
     remove_requests(&mut spec)?;
@@ -168,13 +171,15 @@ fn has_edits_of(spec: &Spec, name: &DeviceName, registry: &Registry) -> bool {
 
 fn parsed(devices: &[String], registry: &Registry) -> Result<Vec<DeviceName>, BadName> {
     let name = |device: &String| {
-        let name = match device.contains('=') {
-            true => device.parse(),
-            false => DeviceName::new(KIND, device),
+        let name = if device.contains('=') {
+            device.parse()
+        } else {
+            DeviceName::new(KIND, device)
         }?;
-        match name.kind() == RUNTIME_KIND && !registry.has_kind(RUNTIME_KIND) {
-            true => DeviceName::new(KIND, name.device()),
-            false => Ok(name),
+        if name.kind() == RUNTIME_KIND && !registry.has_kind(RUNTIME_KIND) {
+            DeviceName::new(KIND, name.device())
+        } else {
+            Ok(name)
         }
     };
     devices.iter().map(name).collect()

@@ -130,8 +130,9 @@ fn list(names: &[String]) -> String {
 }
 
 fn broken_files(broken: &[String]) -> String {
-    match broken.is_empty() {
-        true => String::new(),
-        false => format!("; not used: {}", broken.join("; ")),
+    if broken.is_empty() {
+        String::new()
+    } else {
+        format!("; not used: {}", broken.join("; "))
     }
 }

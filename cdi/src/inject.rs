@@ -109,9 +109,10 @@ impl Mount {
             return None;
         }
         let plain = has("bind") || self.kind.as_deref() == Some("bind");
-        match has("rbind") {
-            true => Some("ridmap"),
-            false => plain.then_some("idmap"),
+        if has("rbind") {
+            Some("ridmap")
+        } else {
+            plain.then_some("idmap")
         }
     }
 }
@@ -223,11 +224,14 @@ struct Look {
 fn look(path: &Path) -> io::Result<Look> {
     let found = std::fs::symlink_metadata(path)?;
     let kind = found.file_type();
-    let kind = match () {
-        () if kind.is_char_device() => "c",
-        () if kind.is_block_device() => "b",
-        () if kind.is_fifo() => "p",
-        () => return Err(io::Error::other("it is no device node")),
+    let kind = if kind.is_char_device() {
+        "c"
+    } else if kind.is_block_device() {
+        "b"
+    } else if kind.is_fifo() {
+        "p"
+    } else {
+        return Err(io::Error::other("it is no device node"));
     };
     let number = |number: u64| i64::try_from(number).map_err(io::Error::other);
     Ok(Look {

@@ -57,14 +57,14 @@ impl Library {
 
 /// The libraries of a cache, in its order; none when it is not of a known form.
 pub fn parse(bytes: &[u8]) -> Option<Vec<Library>> {
-    let cache = match bytes.starts_with(OLD_MAGIC) {
+    let cache = if bytes.starts_with(OLD_MAGIC) {
         // Entries of 12 bytes follow a header of 16; what comes then is aligned to 8.
-        true => {
-            let count = usize::try_from(word(bytes, 12)?).ok()?;
-            let end = count.checked_mul(12)?.checked_add(16)?;
-            bytes.get(end.checked_next_multiple_of(8)?..)?
-        }
-        false => bytes,
+
+        let count = usize::try_from(word(bytes, 12)?).ok()?;
+        let end = count.checked_mul(12)?.checked_add(16)?;
+        bytes.get(end.checked_next_multiple_of(8)?..)?
+    } else {
+        bytes
     };
     let order = cache.get(28)?;
     if !cache.starts_with(MAGIC) || (*order != 0 && *order != ORDER) {
@@ -89,9 +89,10 @@ fn library(cache: &[u8], at: usize) -> Option<Library> {
         flags: word(cache, at)?,
         name: text(cache, word(cache, at + 4)?)?,
         path: text(cache, word(cache, at + 8)?)?,
-        hwcap: match cfg!(target_endian = "little") {
-            true => high << 32 | low,
-            false => low << 32 | high,
+        hwcap: if cfg!(target_endian = "little") {
+            high << 32 | low
+        } else {
+            low << 32 | high
         },
     })
 }

@@ -74,9 +74,10 @@ pub(crate) fn check_kind(kind: &str) -> Result<(), BadName> {
 
 /// Checks the name of a device without its kind.
 pub(crate) fn check_device(device: &str) -> Result<(), BadName> {
-    match is_name(device, "-_.:") {
-        true => Ok(()),
-        false => Err(BadName::Device(shown(device))),
+    if is_name(device, "-_.:") {
+        Ok(())
+    } else {
+        Err(BadName::Device(shown(device)))
     }
 }
 

@@ -27,9 +27,10 @@ impl CdiFile {
 
     /// Parses a file: JSON if its name ends with `.json`, else YAML.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, FileError> {
-        let mut file: Self = match path.extension().is_some_and(|extension| extension == "json") {
-            true => serde_json::from_slice(bytes).map_err(FileError::Json)?,
-            false => from_yaml(bytes)?,
+        let mut file: Self = if path.extension().is_some_and(|extension| extension == "json") {
+            serde_json::from_slice(bytes).map_err(FileError::Json)?
+        } else {
+            from_yaml(bytes)?
         };
         path.clone_into(&mut file.path);
         file.check()?;

@@ -114,17 +114,18 @@ impl Registry {
         let Some(found) = self.devices.get(name) else {
             let line = |(path, error): &(PathBuf, FileError)| format!("{}: {error}", path.display());
             let broken = self.broken.iter().map(line).collect();
-            return Err(match self.has_kind(name.kind()) {
-                true => CdiError::Unknown {
+            return Err(if self.has_kind(name.kind()) {
+                CdiError::Unknown {
                     name: name.to_string(),
                     known: self.devices.keys().map(ToString::to_string).collect(),
                     broken,
-                },
-                false => CdiError::NoSpec {
+                }
+            } else {
+                CdiError::NoSpec {
                     kind: name.kind().to_owned(),
                     dirs: self.dirs.clone(),
                     broken,
-                },
+                }
             });
         };
         match found.at[..] {

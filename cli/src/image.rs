@@ -138,9 +138,10 @@ fn compare(manifest: &Manifest, dir: &Path, left: &[Left]) -> Result<(), ImageEr
     let mut here = manifest.clone();
     for Left { name, size } in left {
         let Some(at) = here.images.iter().position(|file| file.name == *name) else {
-            match is_of_image(name) {
-                true => return Err(ImageError::Added { path: path(name) }),
-                false => continue,
+            if is_of_image(name) {
+                return Err(ImageError::Added { path: path(name) });
+            } else {
+                continue;
             }
         };
         let expected = here.images.remove(at).size;
@@ -177,11 +178,12 @@ const LAST: &str = "inventory.img";
 pub fn parts(dir: &Path) -> (PathBuf, Option<PathBuf>) {
     let image = dir.join(names::ARCHIVE_IMAGE);
     let is_image = |dir: &Path| [names::MANIFEST, LAST].iter().any(|name| dir.join(name).exists());
-    match is_image(&image) {
-        true => (
+    if is_image(&image) {
+        (
             image,
             Some(dir.join(names::ARCHIVE_LAYER)).filter(|layer| layer.exists()),
-        ),
-        false => (dir.to_owned(), None),
+        )
+    } else {
+        (dir.to_owned(), None)
     }
 }

@@ -68,14 +68,15 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
     match block_on(with_progress(&doing, call(task, gpus)))? {
         Ok(()) => {
             let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
-            match task.json {
-                true => output::json(&GoesOn {
+            if task.json {
+                output::json(&GoesOn {
                     container: id,
                     namespace,
                     gpus,
                     ms: text::ms(took),
-                })?,
-                false => line!("{id} goes on, after {:.1} s", took.as_secs_f64()),
+                })?
+            } else {
+                line!("{id} goes on, after {:.1} s", took.as_secs_f64())
             }
             Ok(true)
         }

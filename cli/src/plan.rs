@@ -261,15 +261,14 @@ fn container(bundle: &Path, config: &Config) -> Result<Result<Planned, ProblemRe
         Ok(spec) => spec,
         Err(error) => return Ok(Err(error.into())),
     };
-    let manifest = match spec.requests_gpu() {
-        false => None,
-        true => {
-            let here = program::inventory(config).context("cannot read the GPUs of this node")?;
-            match manifest_of(&spec, &here) {
-                Ok(manifest) => Some(manifest),
-                Err(failure) => return Ok(Err(failure)),
-            }
+    let manifest = if spec.requests_gpu() {
+        let here = program::inventory(config).context("cannot read the GPUs of this node")?;
+        match manifest_of(&spec, &here) {
+            Ok(manifest) => Some(manifest),
+            Err(failure) => return Ok(Err(failure)),
         }
+    } else {
+        None
     };
     Ok(Ok(Planned {
         spec,
@@ -308,9 +307,10 @@ fn manifest_of(spec: &Spec, here: &Inventory) -> Result<Manifest, ProblemReport>
         versions: Versions::default(),
         images: Vec::new(),
     };
-    Ok(match job_hook::releases_devices(spec) {
-        true => manifest.without_devices(),
-        false => manifest,
+    Ok(if job_hook::releases_devices(spec) {
+        manifest.without_devices()
+    } else {
+        manifest
     })
 }
 

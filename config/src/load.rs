@@ -50,12 +50,13 @@ impl Reading {
     pub(crate) fn of_keys(self, path: &Path, keys: Keys) -> Result<Config, ConfigError> {
         let mistakes = self.mistakes.into_iter();
         let mistakes: Vec<Mistake> = mistakes.filter(|mistake| mistake.prevents(keys)).collect();
-        match mistakes.is_empty() {
-            true => Ok(self.config),
-            false => Err(ConfigError::Invalid {
+        if mistakes.is_empty() {
+            Ok(self.config)
+        } else {
+            Err(ConfigError::Invalid {
                 path: path.to_owned(),
                 mistakes,
-            }),
+            })
         }
     }
 }

@@ -117,9 +117,10 @@ impl fmt::Display for Mistake {
         let Self {
             line, key, problem, ..
         } = self;
-        match key.is_empty() {
-            true => write!(f, "line {line}: {problem}"),
-            false => write!(f, "line {line}: {key}: {problem}"),
+        if key.is_empty() {
+            write!(f, "line {line}: {problem}")
+        } else {
+            write!(f, "line {line}: {key}: {problem}")
         }
     }
 }

@@ -70,9 +70,10 @@ fn search(
     path: &OsStr,
 ) -> Result<PathBuf, ProgramError> {
     if let Some(configured) = configured {
-        return match is_program(configured) {
-            true => Ok(configured.to_owned()),
-            false => Err(ProgramError::Configured(configured.to_owned())),
+        return if is_program(configured) {
+            Ok(configured.to_owned())
+        } else {
+            Err(ProgramError::Configured(configured.to_owned()))
         };
     }
     own_dir
@@ -88,9 +89,10 @@ fn search(
 /// The OCI runtime of this name or path.
 pub fn find_runtime(runtime: &str) -> Option<PathBuf> {
     let path = search_path();
-    match runtime.contains('/') {
-        true => Some(PathBuf::from(runtime)).filter(|program| is_program(program)),
-        false => in_path(runtime, &path),
+    if runtime.contains('/') {
+        Some(PathBuf::from(runtime)).filter(|program| is_program(program))
+    } else {
+        in_path(runtime, &path)
     }
 }
 

@@ -35,9 +35,10 @@ pub fn printable_json(text: &str) -> String {
 fn escaped(text: &str, stays: &str, escape: fn(char) -> String) -> String {
     let mut shown = String::with_capacity(text.len());
     for c in text.chars() {
-        match stays.contains(c) || !acts(c) {
-            true => shown.push(c),
-            false => shown.push_str(&escape(c)),
+        if stays.contains(c) || !acts(c) {
+            shown.push(c)
+        } else {
+            shown.push_str(&escape(c))
         }
     }
     shown

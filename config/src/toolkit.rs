@@ -125,17 +125,21 @@ impl Toolkit {
         } = file.nvidia_container_runtime;
         // By annotations alone the wrapper knows devices of its mode cdi, to which auto comes by full names.
         let (is_cdi, is_auto) = (mode == "cdi", matches!(mode, "" | "auto"));
-        let annotations = match is_cdi || is_auto {
-            true => cdi.annotation_prefixes,
-            false => Vec::new(),
+        let annotations = if is_cdi || is_auto {
+            cdi.annotation_prefixes
+        } else {
+            Vec::new()
         };
         let other_kind = cdi.default_kind != DEFAULT_KIND;
         let other_dirs = cdi.spec_dirs != SPEC_DIRS;
-        let not_followed = match () {
-            () if !is_cdi && !is_auto && !matches!(mode, "legacy" | "jit-cdi") => Some("mode"),
-            () if is_cdi && other_kind => Some("modes.cdi.default-kind"),
-            () if (is_cdi || is_auto) && other_dirs => Some("modes.cdi.spec-dirs"),
-            () => None,
+        let not_followed = if !is_cdi && !is_auto && !matches!(mode, "legacy" | "jit-cdi") {
+            Some("mode")
+        } else if is_cdi && other_kind {
+            Some("modes.cdi.default-kind")
+        } else if (is_cdi || is_auto) && other_dirs {
+            Some("modes.cdi.spec-dirs")
+        } else {
+            None
         };
         let variables = file.swarm_resource.split(',').map(str::trim);
         Self {

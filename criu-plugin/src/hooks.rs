@@ -126,9 +126,10 @@ fn borrowed<'a>(fd: RawFd) -> BorrowedFd<'a> {
 extern "C" fn dump_unix_socket(_fd: c_int, inode: c_int) -> c_int {
     let sockets = UNIX_SOCKETS.get().map_or(&[][..], Vec::as_slice);
     let inode = inode.cast_unsigned();
-    match sockets.iter().any(|socket| socket.is_taken(inode)) {
-        true => 0,
-        false => -ENOTSUP,
+    if sockets.iter().any(|socket| socket.is_taken(inode)) {
+        0
+    } else {
+        -ENOTSUP
     }
 }
 

@@ -103,9 +103,10 @@ fn open_device(path: &Path) -> io::Result<OwnedFd> {
         .write(true)
         .custom_flags(flags.bits())
         .open(path)?;
-    match is_device(file.as_fd()) {
-        true => Ok(file.into()),
-        false => Err(io::ErrorKind::InvalidInput.into()),
+    if is_device(file.as_fd()) {
+        Ok(file.into())
+    } else {
+        Err(io::ErrorKind::InvalidInput.into())
     }
 }
 

@@ -14,9 +14,10 @@ use crate::network;
 pub fn release(bundle: &Path, run: &str, pids: &[&str]) -> Result<()> {
     let pids = pids.iter().map(|pid| pid.parse::<i32>());
     let pids = pids.collect::<Result<Vec<_>, _>>().context("this is no pid")?;
-    let removed = match had_link_remap(bundle) {
-        true => remove_links(&pids),
-        false => Ok(()),
+    let removed = if had_link_remap(bundle) {
+        remove_links(&pids)
+    } else {
+        Ok(())
     };
     network::release(bundle, &pids, Some(run).filter(|run| !run.is_empty())).and(removed)
 }

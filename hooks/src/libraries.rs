@@ -41,12 +41,11 @@ pub fn create_symlinks(rootfs: &Rootfs, links: &[String]) -> Result<()> {
 
 /// A place below a mount is not the container's own: it is reported and is no failure.
 fn below_mount(error: anyhow::Error) -> Result<()> {
-    match is_mounted(&error) {
-        true => {
-            report!("firn-hook: what is mounted is not changed: {error:#}");
-            Ok(())
-        }
-        false => Err(error),
+    if is_mounted(&error) {
+        report!("firn-hook: what is mounted is not changed: {error:#}");
+        Ok(())
+    } else {
+        Err(error)
     }
 }
 

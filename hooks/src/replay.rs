@@ -58,10 +58,11 @@ pub fn run(bundle: &Path) -> Result<()> {
         links: BTreeSet::new(),
     };
     let linked = container.link(links)?;
-    match container.cache(libraries)? && linked {
-        true => Ok(()),
+    if container.cache(libraries)? && linked {
+        Ok(())
+    } else {
         // The libraries are at the source's places, and the hooks name this node's.
-        false => provide_mounted(&container.rootfs, &mounts),
+        provide_mounted(&container.rootfs, &mounts)
     }
 }
 

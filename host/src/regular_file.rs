@@ -21,9 +21,10 @@ pub fn open_regular(path: &Path) -> io::Result<File> {
 pub fn reopen_regular(found: impl AsFd) -> io::Result<File> {
     let found = found.as_fd();
     let kind = SFlag::from_bits_truncate(fstat(found)?.st_mode & SFlag::S_IFMT.bits());
-    match kind == SFlag::S_IFREG {
-        true => File::open(format!("/proc/self/fd/{}", found.as_raw_fd())),
-        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+    if kind == SFlag::S_IFREG {
+        File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"))
     }
 }
 

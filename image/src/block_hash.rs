@@ -58,9 +58,10 @@ impl Kind {
                 read(file, at, end, |bytes| {
                     sum.update(bytes);
                 })?;
-                Ok(match size <= BLOCK {
-                    true => sum.finalize().into(),
-                    false => sum.finalize_non_root(),
+                Ok(if size <= BLOCK {
+                    sum.finalize().into()
+                } else {
+                    sum.finalize_non_root()
                 })
             }
             Self::Sha256OfBlocks => {
@@ -104,9 +105,12 @@ pub(super) fn checksum(kind: Kind, file: &File, size: u64, stop: &AtomicBool) ->
     let sums = threads::each(
         blocks,
         || (),
-        |block, ()| match stop.load(Ordering::Relaxed) {
-            true => Err(io::Error::other("cancelled")),
-            false => kind.of_block(file, block, size),
+        |block, ()| {
+            if stop.load(Ordering::Relaxed) {
+                Err(io::Error::other("cancelled"))
+            } else {
+                kind.of_block(file, block, size)
+            }
         },
     )?;
     Ok(kind.of_sums(&sums))
@@ -162,9 +166,10 @@ impl<'a> Sums<'a> {
         if !size.is_multiple_of(BLOCK) {
             sums.push(Kind::Blake3.of_block(self.file, sums.len(), size)?);
         }
-        match sums.len() as u64 == size.div_ceil(BLOCK) {
-            true => Ok(Kind::Blake3.of_sums(&sums)),
-            false => Err(io::Error::other("a block of the file was not written")),
+        if sums.len() as u64 == size.div_ceil(BLOCK) {
+            Ok(Kind::Blake3.of_sums(&sums))
+        } else {
+            Err(io::Error::other("a block of the file was not written"))
         }
     }
 

@@ -269,9 +269,10 @@ fn compare(
             expected: file.size,
         });
     }
-    match found == *file {
-        true => Ok(stamp),
-        false => Err(ImageError::Checksum { path: at }),
+    if found == *file {
+        Ok(stamp)
+    } else {
+        Err(ImageError::Checksum { path: at })
     }
 }
 

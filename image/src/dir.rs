@@ -105,8 +105,9 @@ impl AsFd for UntrustedDir {
 
 /// The name of an entry: it does not lead elsewhere.
 fn file_name(name: &str) -> io::Result<&str> {
-    match name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
-        true => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file name")),
-        false => Ok(name),
+    if name.is_empty() || name.contains('/') || matches!(name, "." | "..") {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file name"))
+    } else {
+        Ok(name)
     }
 }

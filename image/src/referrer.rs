@@ -133,9 +133,10 @@ fn directories(of: &Path) -> Result<Vec<PathBuf>, ReferrerError> {
         let entry = entry.map_err(failed(of))?;
         let path = entry.path();
         let kind = entry.file_type().map_err(failed(&path))?;
-        let is_dir = match kind.is_symlink() {
-            false => kind.is_dir(),
-            true => leads_to_directory(&path)?,
+        let is_dir = if kind.is_symlink() {
+            leads_to_directory(&path)?
+        } else {
+            kind.is_dir()
         };
         if is_dir {
             found.push(path);

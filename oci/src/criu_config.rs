@@ -235,9 +235,10 @@ impl CriuConfig {
             // No directory, owner or value of a file is made from the image's cgroups. Tasks stay in CRIU's
             // cgroup: the runtime has put CRIU into the container's. CRIU sets the root of a cgroup namespace
             // only if it puts tasks into cgroups, and then the image's cgroups must exist.
-            let mode = match self.has_cgroup_namespace {
-                true => "none",
-                false => "ignore",
+            let mode = if self.has_cgroup_namespace {
+                "none"
+            } else {
+                "ignore"
             };
             // With `=`: after a blank CRIU would read the value as another option.
             content.push_str(&format!("manage-cgroups={mode}\n"));

@@ -33,9 +33,10 @@ const MAX_BYTES: u64 = 64 << 10;
 /// first process. The reason of a failure is written into the bundle.
 pub fn run(bundle: &Path, init: i32) -> Result<DevRepair, ProblemReport> {
     let repaired = Spec::load(bundle).map_err(DevError::from).and_then(|spec| {
-        match spec.requests_gpu() || spec.has_other_gpus() {
-            true => dev_repair::repair_unassembled(init, &spec),
-            false => Ok(DevRepair::default()),
+        if spec.requests_gpu() || spec.has_other_gpus() {
+            dev_repair::repair_unassembled(init, &spec)
+        } else {
+            Ok(DevRepair::default())
         }
     });
     repaired.map_err(|error| leave(bundle, error.report()))

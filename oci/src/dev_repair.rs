@@ -198,9 +198,10 @@ impl Dev {
 
     /// Whether this is a name of a node that is repaired.
     fn is_ours(&self) -> fn(&Path) -> bool {
-        match self.accelerators {
-            true => is_any_accelerator,
-            false => is_gpu,
+        if self.accelerators {
+            is_any_accelerator
+        } else {
+            is_gpu
         }
     }
 

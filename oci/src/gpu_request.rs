@@ -257,9 +257,10 @@ fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
     if toolkit.volume_mounts && !mounted.is_empty() {
         return mounted;
     }
-    match toolkit.visible_devices || spec.has_sys_admin() {
-        true => list(&named(spec, &toolkit.variables)).collect(),
-        false => Vec::new(),
+    if toolkit.visible_devices || spec.has_sys_admin() {
+        list(&named(spec, &toolkit.variables)).collect()
+    } else {
+        Vec::new()
     }
 }
 
@@ -267,21 +268,23 @@ fn by_runtime_hook(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
 fn by_wrapper(spec: &Spec, toolkit: &Toolkit) -> Vec<String> {
     let annotated = annotations(spec, &toolkit.annotations);
     let counts = !toolkit.only_full_names || annotated.iter().all(|name| name.contains('='));
-    match counts && !annotated.is_empty() {
-        true => annotated,
-        false => by_runtime_hook(spec, toolkit),
+    if counts && !annotated.is_empty() {
+        annotated
+    } else {
+        by_runtime_hook(spec, toolkit)
     }
 }
 
 /// The value of the `preferred` variables, else of the toolkit's own variable.
 fn named(spec: &Spec, preferred: &[String]) -> String {
     let preferred: Vec<&str> = preferred.iter().filter_map(|name| of_env(spec, name)).collect();
-    match preferred.is_empty() {
-        false => preferred.join(","),
-        true => variable(spec)
+    if preferred.is_empty() {
+        variable(spec)
             .or_else(|| old_image(spec))
             .unwrap_or_default()
-            .to_owned(),
+            .to_owned()
+    } else {
+        preferred.join(",")
     }
 }
 
@@ -350,9 +353,10 @@ fn list(names: &str) -> impl Iterator<Item = String> {
 /// nobody adds the GPUs twice.
 fn volumes(spec: &Spec) -> Vec<String> {
     let devices: Vec<String> = spec.array("/mounts").iter().filter_map(volume).collect();
-    match devices.iter().any(|device| device == "void") {
-        true => Vec::new(),
-        false => devices,
+    if devices.iter().any(|device| device == "void") {
+        Vec::new()
+    } else {
+        devices
     }
 }
 

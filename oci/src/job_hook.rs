@@ -213,9 +213,10 @@ pub struct Call {
 impl Call {
     /// The file in the container that the call writes.
     pub fn file(&self) -> &'static Path {
-        Path::new(match self.calls {
-            true => names::JOB_HOOK_FILE,
-            false => names::JOB_RESTORE_FILE,
+        Path::new(if self.calls {
+            names::JOB_HOOK_FILE
+        } else {
+            names::JOB_RESTORE_FILE
         })
     }
 }

@@ -37,9 +37,10 @@ impl Node {
 
     /// The first refusal as an error.
     pub fn accepted(mut self) -> Result<Self, Refusal> {
-        match self.refusals.is_empty() {
-            true => Ok(self),
-            false => Err(self.refusals.swap_remove(0)),
+        if self.refusals.is_empty() {
+            Ok(self)
+        } else {
+            Err(self.refusals.swap_remove(0))
         }
     }
 }
@@ -227,10 +228,11 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let held = finding::held_devices(self.proc_root, &self.workload.pids, &self.workload.cuda)?;
-        match self.until_refused {
-            true => self.outcome.refusals.extend(held),
+        if self.until_refused {
+            self.outcome.refusals.extend(held)
+        } else {
             // The audit calls no hook.
-            false => self.outcome.devices_to_be_released = held,
+            self.outcome.devices_to_be_released = held
         }
         Ok(())
     }
@@ -241,9 +243,10 @@ impl<'a> Run<'a> {
 
     /// Those that use CUDA when CRIU dumps them.
     fn cuda(&self) -> &[i32] {
-        match self.is_device_free() {
-            true => &[],
-            false => &self.workload.cuda,
+        if self.is_device_free() {
+            &[]
+        } else {
+            &self.workload.cuda
         }
     }
 
@@ -297,10 +300,11 @@ impl<'a> Run<'a> {
         self.outcome.findings = findings;
         if assertions.released {
             let held = finding::held(self.proc_root, &dumped)?;
-            match self.until_refused {
-                true => self.outcome.refusals.extend(held),
+            if self.until_refused {
+                self.outcome.refusals.extend(held)
+            } else {
                 // The audit calls no hook.
-                false => self.outcome.to_be_released = held,
+                self.outcome.to_be_released = held
             }
         }
         self.outcome.inherited = inherited;

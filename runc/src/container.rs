@@ -62,9 +62,10 @@ pub async fn state(line: &CommandLine, id: &str, reaper: &Reaper) -> Result<Opti
     let ran = ran.map_err(|error| failed(error.to_string()))?;
     if !ran.success() {
         let output = String::from_utf8_lossy(&ran.stderr).trim().to_owned();
-        return match output.contains("does not exist") {
-            true => Ok(None),
-            false => Err(failed(output).into()),
+        return if output.contains("does not exist") {
+            Ok(None)
+        } else {
+            Err(failed(output).into())
         };
     }
     let state = serde_json::from_slice(&ran.stdout).map_err(|error| failed(error.to_string()))?;

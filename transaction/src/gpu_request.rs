@@ -140,9 +140,10 @@ pub(crate) async fn resolve(
 /// The configuration, if it enables this kind of request. One with a mistake enables none: a new container
 /// starts without the GPUs, and a restore is refused.
 fn config_that_enables(request: &NamedGpus, restores: bool) -> Result<Option<Config>, GpuRequestError> {
-    let keys = match restores {
-        true => Keys::RESTORED_GPU_REQUEST,
-        false => Keys::GPU_REQUEST,
+    let keys = if restores {
+        Keys::RESTORED_GPU_REQUEST
+    } else {
+        Keys::GPU_REQUEST
     };
     match Config::load(keys) {
         Ok(config) => Ok(Some(config).filter(|config| request.source.is_enabled(&config.create))),
@@ -261,12 +262,13 @@ fn summary(request: &NamedGpus, given: &Given) -> String {
         "{} requested by {by}: CDI devices {devices}",
         request.devices.join(", ")
     );
-    match given.left_out.is_empty() {
-        true => summary,
-        false => format!(
+    if given.left_out.is_empty() {
+        summary
+    } else {
+        format!(
             "{summary}, without {}, which the container's device nodes do not grant",
             given.left_out.join(", ")
-        ),
+        )
     }
 }
 

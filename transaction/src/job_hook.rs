@@ -124,9 +124,10 @@ impl Caller<'_> {
             why,
             output: String::new(),
         };
-        let started = match init == self.container.init.pid() {
-            true => self.container.init.started(),
-            false => procfs::started(init),
+        let started = if init == self.container.init.pid() {
+            self.container.init.started()
+        } else {
+            procfs::started(init)
         };
         let started = started.ok_or_else(|| failed(format!("process {init} has ended")))?;
         let program = find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?;

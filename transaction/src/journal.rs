@@ -397,9 +397,10 @@ impl Journal {
             (&open.file).write_all(&bytes)?;
             open.file.sync_data()
         };
-        let written = match self.0.hangs.load(Ordering::Relaxed) {
-            true => Err(io::ErrorKind::TimedOut.into()),
-            false => in_time(write).await,
+        let written = if self.0.hangs.load(Ordering::Relaxed) {
+            Err(io::ErrorKind::TimedOut.into())
+        } else {
+            in_time(write).await
         };
         written.map_err(|source| {
             if source.kind() == io::ErrorKind::TimedOut {

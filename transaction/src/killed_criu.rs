@@ -32,9 +32,10 @@ pub const LIMIT_KILLED: Duration = Duration::from_millis(1500);
 /// Releases a container whose dump has the log `log`. Does nothing after a CRIU that has released it. May be
 /// repeated.
 pub(crate) async fn release(container: &Container, log: &Path, cancel: &CancellationToken, reaper: &Reaper) {
-    let limit = match cancel.is_cancelled() {
-        true => LIMIT_KILLED,
-        false => LIMIT,
+    let limit = if cancel.is_cancelled() {
+        LIMIT_KILLED
+    } else {
+        LIMIT
     };
     let init = container.init.pid();
     let mut pids = container

@@ -33,11 +33,12 @@ pub enum LayerError {
 pub async fn expect_none(archive: &Path) -> Result<(), LayerError> {
     let path = archive.to_owned();
     let exists = tidy("look for an archive", move || path.symlink_metadata().is_ok()).await;
-    match exists {
-        false => Ok(()),
-        true => Err(LayerError::Taken {
+    if exists {
+        Err(LayerError::Taken {
             archive: archive.to_owned(),
-        }),
+        })
+    } else {
+        Ok(())
     }
 }
 

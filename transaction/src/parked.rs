@@ -62,9 +62,10 @@ impl Parked {
             new: new.uuid.clone(),
         });
         let pairs: Vec<GpuPair> = pairs.collect();
-        match pairs.iter().all(|pair| pair.old == pair.new) {
-            true => Vec::new(),
-            false => pairs,
+        if pairs.iter().all(|pair| pair.old == pair.new) {
+            Vec::new()
+        } else {
+            pairs
         }
     }
 

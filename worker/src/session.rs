@@ -148,9 +148,10 @@ impl Session {
         let is_asked = uses_gpu || signs.contains(&Sign::Library) && self.node.checkpointer().is_ok();
         let (mut candidates, mut plain) = (Vec::new(), Vec::new());
         for (&pid, sign) in pids.iter().zip(signs) {
-            match is_asked && sign != Sign::None {
-                true => candidates.push(pid),
-                false => plain.push(Reply::Process(ProcessReply::of(pid))),
+            if is_asked && sign != Sign::None {
+                candidates.push(pid)
+            } else {
+                plain.push(Reply::Process(ProcessReply::of(pid)))
             }
         }
         self.send(&plain);
@@ -197,9 +198,10 @@ impl Session {
                 let Some(&bytes) = memory.get(&gpu.uuid) else {
                     continue;
                 };
-                match own.contains(pid) || pids.contains(pid) {
-                    true => held = held.saturating_add(bytes),
-                    false => has_others = true,
+                if own.contains(pid) || pids.contains(pid) {
+                    held = held.saturating_add(bytes)
+                } else {
+                    has_others = true
                 }
             }
             // What others leave must do for all of it; a GPU that nobody else uses had room for it before.

@@ -43,9 +43,10 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     let what = Soak {
         suite: cmd.suite,
         subject: Subject {
-            cgroup: match cmd.v2 || !has_cgroup_v1() {
-                true => Cgroup::V2,
-                false => Cgroup::V1,
+            cgroup: if cmd.v2 || !has_cgroup_v1() {
+                Cgroup::V2
+            } else {
+                Cgroup::V1
             },
             processes: cmd.processes,
             stored: false,

@@ -34,9 +34,10 @@ pub fn gpu_requests(bytes: &[u8]) {
     let toolkit = Toolkit {
         visible_devices: flag("/toolkit/visible_devices"),
         volume_mounts: flag("/toolkit/volume_mounts"),
-        annotations: match flag("/toolkit/annotations") {
-            true => vec!["cdi.k8s.io/".to_owned()],
-            false => Vec::new(),
+        annotations: if flag("/toolkit/annotations") {
+            vec!["cdi.k8s.io/".to_owned()]
+        } else {
+            Vec::new()
         },
         ..Toolkit::default()
     };
@@ -100,9 +101,10 @@ pub(crate) fn check(case: Case) -> Option<Result<bool, String>> {
         assert_eq!(after, before, "nobody lets names count, or none was given");
         return Some(Ok(false));
     }
-    match nodes(&before).iter().any(|(path, _)| is_gpu(path)) {
-        true => gives_no_more(&before, &after),
-        false => gives_only_edits_of_files(&before, &after, &of_gpus),
+    if nodes(&before).iter().any(|(path, _)| is_gpu(path)) {
+        gives_no_more(&before, &after)
+    } else {
+        gives_only_edits_of_files(&before, &after, &of_gpus)
     }
     Some(Ok(true))
 }

@@ -30,9 +30,10 @@ impl Api {
             variable("KUBERNETES_SERVICE_HOST")?,
             variable("KUBERNETES_SERVICE_PORT")?,
         );
-        let host = match host.contains(':') {
-            true => format!("[{host}]"),
-            false => host,
+        let host = if host.contains(':') {
+            format!("[{host}]")
+        } else {
+            host
         };
         let mut node: Url = format!("https://{host}:{port}/api/v1/nodes").parse()?;
         let segments = node.path_segments_mut();

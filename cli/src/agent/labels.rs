@@ -49,9 +49,10 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     // None on a node without a driver.
     let inventory = program::inventory(&config).ok();
     let labels = of(inventory.as_ref());
-    match args.json {
-        true => output::json(&Shown(&labels))?,
-        false => labels.iter().for_each(|(key, value)| verbatim!("{key}={value}")),
+    if args.json {
+        output::json(&Shown(&labels))?
+    } else {
+        labels.iter().for_each(|(key, value)| verbatim!("{key}={value}"))
     }
     Ok(true)
 }

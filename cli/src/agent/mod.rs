@@ -46,9 +46,10 @@ pub fn run(args: &NodeAgentArgs) -> Result<bool> {
     };
     let mut failure = String::new();
     loop {
-        let done = match args.remove {
-            true => agent.remove(),
-            false => agent.install(),
+        let done = if args.remove {
+            agent.remove()
+        } else {
+            agent.install()
         };
         // The node or the API server may be in order again later.
         let error = done.err().map(|error| format!("{error:#}")).unwrap_or_default();
@@ -88,10 +89,13 @@ impl Agent<'_> {
         let from = self.from.to_string_lossy();
         let installed = self.firn(&["install", "--containerd", "--from", &from]);
         let runtime = match &installed {
-            Ok(printed) => match serde_json::from_str::<Installed>(printed)?.restart {
-                true => RESTART,
-                false => READY,
-            },
+            Ok(printed) => {
+                if serde_json::from_str::<Installed>(printed)?.restart {
+                    RESTART
+                } else {
+                    READY
+                }
+            }
             Err(_) => FAILED,
         };
         let mut labels: Labels = serde_json::from_str(&self.firn(&["labels"])?)?;

@@ -58,9 +58,10 @@ pub struct MoveArgs {
 
 /// ssh would take what begins with a dash for one of its options.
 fn node(word: &str) -> Result<String, &'static str> {
-    match word.starts_with('-') || word.is_empty() {
-        true => Err("a node is USER@HOST"),
-        false => Ok(word.to_owned()),
+    if word.starts_with('-') || word.is_empty() {
+        Err("a node is USER@HOST")
+    } else {
+        Ok(word.to_owned())
     }
 }
 

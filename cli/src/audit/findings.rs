@@ -189,10 +189,12 @@ impl Signals {
     /// The verdict that follows from all signals.
     pub fn verdict(&self) -> Verdict {
         let any = |is: fn(&Signal) -> bool| self.all.iter().any(is);
-        match () {
-            () if any(|signal| signal.refused) => Verdict::Cannot,
-            () if any(|signal| signal.certainty == Certainty::Suspected) => Verdict::Suspected,
-            () => Verdict::Can,
+        if any(|signal| signal.refused) {
+            Verdict::Cannot
+        } else if any(|signal| signal.certainty == Certainty::Suspected) {
+            Verdict::Suspected
+        } else {
+            Verdict::Can
         }
     }
 

@@ -37,9 +37,10 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
         return Ok(unready(subject, signals));
     }
 
-    let nvidia = match subject.spec.as_ref().is_none_or(Spec::requests_gpu) {
-        true => Some(Nvidia::of(&subject, config)?),
-        false => None,
+    let nvidia = if subject.spec.as_ref().is_none_or(Spec::requests_gpu) {
+        Some(Nvidia::of(&subject, config)?)
+    } else {
+        None
     };
     if let Some(nvidia) = &nvidia {
         signals.of_node(&nvidia.node, subject.spec.as_ref(), config);
@@ -94,9 +95,10 @@ impl Nvidia {
     /// a GPU.
     fn gpu_bytes(&self) -> u64 {
         let reported: Vec<u64> = self.cuda.iter().filter_map(|pid| self.bytes_of(*pid)).collect();
-        match reported.is_empty() && !self.cuda.is_empty() {
-            true => self.node.gpu_memory_in_use(),
-            false => reported.iter().sum(),
+        if reported.is_empty() && !self.cuda.is_empty() {
+            self.node.gpu_memory_in_use()
+        } else {
+            reported.iter().sum()
         }
     }
 }

@@ -218,9 +218,10 @@ fn write(path: &Path, text: &str) -> Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
         bail!("{} is no path of a file", path.display());
     };
-    let dir = match dir.as_os_str().is_empty() {
-        true => Path::new("."),
-        false => dir,
+    let dir = if dir.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        dir
     };
     fs::DirBuilder::new()
         .recursive(true)

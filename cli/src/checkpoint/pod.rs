@@ -88,22 +88,21 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
                 Some((&**name, InStore::pin(&manifest)?))
             });
             let memory = memory.collect();
-            match args.json {
-                true => output::json(&Printed::Pod(Done {
+            if args.json {
+                output::json(&Printed::Pod(Done {
                     pod,
                     images: &images,
                     memory: &memory,
                     ms: text::ms(took),
-                }))?,
-                false => {
-                    for (name, image) in &images {
-                        line!("{name}: {}", image.display());
-                        if let Some(memory) = memory.get(&**name) {
-                            line!("{name}: {}", memory.shown());
-                        }
+                }))?
+            } else {
+                for (name, image) in &images {
+                    line!("{name}: {}", image.display());
+                    if let Some(memory) = memory.get(&**name) {
+                        line!("{name}: {}", memory.shown());
                     }
-                    line!("{pod} goes on, after {:.1} s", took.as_secs_f64());
                 }
+                line!("{pod} goes on, after {:.1} s", took.as_secs_f64());
             }
             Ok(true)
         }
@@ -193,9 +192,10 @@ async fn containers(containerd: &Containerd, pod: &str) -> Result<BTreeMap<Strin
             });
         }
     }
-    match found.is_empty() {
-        true => Err(PodError::None { pod: pod.to_owned() }),
-        false => Ok(found),
+    if found.is_empty() {
+        Err(PodError::None { pod: pod.to_owned() })
+    } else {
+        Ok(found)
     }
 }
 

@@ -334,11 +334,12 @@ pub struct Found {
 impl Found {
     /// A checkpoint image names the image and the snapshotter of its container.
     pub fn expect_base(&self) -> Result<(), CheckpointError> {
-        match self.container.image.is_empty() || self.container.snapshot_key.is_empty() {
-            true => Err(CheckpointError::NoBase {
+        if self.container.image.is_empty() || self.container.snapshot_key.is_empty() {
+            Err(CheckpointError::NoBase {
                 id: self.container.id.clone(),
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     }
 

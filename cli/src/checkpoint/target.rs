@@ -206,9 +206,10 @@ fn of_directory(path: &Path, is_new: bool) -> Result<Durable, NotOnDisk> {
 fn emptied(path: &Path, is_new: bool) -> io::Result<()> {
     fs::remove_dir_all(path.join(names::ARCHIVE_IMAGE)).unless_absent()?;
     fs::remove_file(path.join(names::ARCHIVE_LAYER)).unless_absent()?;
-    match is_new {
-        true => fs::remove_dir(path).unless_absent(),
-        false => Ok(()),
+    if is_new {
+        fs::remove_dir(path).unless_absent()
+    } else {
+        Ok(())
     }
 }
 

@@ -44,9 +44,10 @@ impl Caller {
     }
 
     pub fn expect_waiting(&self) -> Result<(), CriError> {
-        match Instant::now() < self.deadline && self.waits.has_changed().is_ok() {
-            true => Ok(()),
-            false => Err(CriError::Left),
+        if Instant::now() < self.deadline && self.waits.has_changed().is_ok() {
+            Ok(())
+        } else {
+            Err(CriError::Left)
         }
     }
 }

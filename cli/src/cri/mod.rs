@@ -118,9 +118,10 @@ impl Adapter {
             path: path.into(),
             source,
         })?;
-        match self.checkpoints.is_empty() || self.checkpoints.iter().any(|dir| found.starts_with(dir)) {
-            true => Ok(found),
-            false => Err(CriError::Place { path: found }),
+        if self.checkpoints.is_empty() || self.checkpoints.iter().any(|dir| found.starts_with(dir)) {
+            Ok(found)
+        } else {
+            Err(CriError::Place { path: found })
         }
     }
 }

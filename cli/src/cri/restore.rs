@@ -83,32 +83,35 @@ fn by_name(configs: Vec<Vec<u8>>) -> Result<BTreeMap<String, Vec<u8>>, CriError>
             return Err(wrong(&name));
         }
     }
-    match found.is_empty() {
-        true => Err(wrong("")),
-        false => Ok(found),
+    if found.is_empty() {
+        Err(wrong(""))
+    } else {
+        Ok(found)
     }
 }
 
 fn expect_same(pod: &Pod, wanted: &BTreeMap<String, Vec<u8>>) -> Result<(), CriError> {
     let list = |names: BTreeSet<&String>| names.into_iter().cloned().collect::<Vec<_>>().join(", ");
     let (there, wanted) = (pod.containers.keys().collect(), wanted.keys().collect());
-    match there == wanted {
-        true => Ok(()),
-        false => Err(CriError::Names {
+    if there == wanted {
+        Ok(())
+    } else {
+        Err(CriError::Names {
             there: list(there),
             wanted: list(wanted),
-        }),
+        })
     }
 }
 
 fn expect_image(dir: &Path, name: &str) -> Result<(), CriError> {
     let image = dir.join(name).join(names::ARCHIVE_IMAGE);
-    match !name.contains('/') && image.is_dir() {
-        true => Ok(()),
-        false => Err(CriError::Checkpoint {
+    if !name.contains('/') && image.is_dir() {
+        Ok(())
+    } else {
+        Err(CriError::Checkpoint {
             path: dir.to_owned(),
             reason: format!("it has no image of container {name}"),
-        }),
+        })
     }
 }
 

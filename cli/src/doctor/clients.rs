@@ -24,9 +24,10 @@ const CONTAINERS_CONF: [&str; 2] = [
 pub fn checks(daemon: &Daemon) -> Vec<Check> {
     let has = |name: &&&str| in_path(name, &search_path()).is_some();
     let clients: Vec<&str> = ["ctr", "nerdctl", "docker"].iter().filter(has).copied().collect();
-    let by = match clients.is_empty() {
-        true => "ctr (not installed here)".to_owned(),
-        false => clients.join(", "),
+    let by = if clients.is_empty() {
+        "ctr (not installed here)".to_owned()
+    } else {
+        clients.join(", ")
     };
     let mut checks = containerd(daemon);
     checks.extend(shims(FIRN, &by, daemon));
@@ -92,13 +93,14 @@ fn shims(runtime: &str, by: &str, daemon: &Daemon) -> Vec<Check> {
     let found = daemon.shims(runtime);
     let Some((first, hidden)) = found.split_first() else {
         let path = daemon.path.to_string_lossy();
-        return match is_firns_name {
-            true => vec![Check::fail(
+        return if is_firns_name {
+            vec![Check::fail(
                 name,
                 format!("{by}: {runtime} is no program in containerd's PATH ({path})"),
                 "`firn install`",
-            )],
-            false => Vec::new(),
+            )]
+        } else {
+            Vec::new()
         };
     };
     let mut checks = vec![started(name, &format!("{by}: {runtime}"), first, is_firns_name)];
@@ -192,9 +194,12 @@ fn of_handler(name: &'static str, handler: &str, table: &toml::Value, daemon: &D
     let binary = binary
         .and_then(toml::Value::as_str)
         .filter(|binary| !binary.is_empty());
-    let missing = binary.filter(|binary| match binary.starts_with('/') {
-        true => !Path::new(binary).is_file(),
-        false => in_path(binary, &daemon.path).is_none(),
+    let missing = binary.filter(|binary| {
+        if binary.starts_with('/') {
+            !Path::new(binary).is_file()
+        } else {
+            in_path(binary, &daemon.path).is_none()
+        }
     });
     Some(match missing {
         Some(binary) => Check::fail(
@@ -288,16 +293,17 @@ fn podman(files: &[&Path]) -> Check {
     }
     let default = default.unwrap_or_else(|| "its own choice".to_owned());
     let Some(paths) = paths else {
-        return match default == names::RUNC_PROGRAM {
-            true => Check::fail(
+        return if default == names::RUNC_PROGRAM {
+            Check::fail(
                 NAME,
                 format!("its runtime is {default}, and [engine.runtimes] does not name its path"),
                 "add it to /etc/containers/containers.conf; `podman info` shows the runtime",
-            ),
-            false => Check::ok(
+            )
+        } else {
+            Check::ok(
                 NAME,
                 format!("its runtime is {default}; firn's is named by --runtime PATH"),
-            ),
+            )
         };
     };
     let paths: Vec<&str> = paths.iter().filter_map(toml::Value::as_str).collect();

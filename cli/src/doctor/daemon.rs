@@ -72,9 +72,10 @@ impl Daemon {
     /// The configuration with all imports and defaults.
     pub fn configuration(&self) -> Result<toml::Table, String> {
         let config = self.config.to_string_lossy();
-        let shown = match self.config.exists() {
-            true => self.call(&["--config", &config, "config", "dump"])?,
-            false => self.call(&["config", "default"])?,
+        let shown = if self.config.exists() {
+            self.call(&["--config", &config, "config", "dump"])?
+        } else {
+            self.call(&["config", "default"])?
         };
         shown
             .parse()
@@ -84,9 +85,10 @@ impl Daemon {
     fn call(&self, arguments: &[&str]) -> Result<String, String> {
         let program = self.program.as_deref().ok_or("there is no containerd in PATH")?;
         let output = program::run(program, arguments, LIMIT).map_err(|error| format!("{error:#}"))?;
-        match output.success {
-            true => Ok(output.stdout),
-            false => Err(output.stderr.trim().lines().last().unwrap_or_default().to_owned()),
+        if output.success {
+            Ok(output.stdout)
+        } else {
+            Err(output.stderr.trim().lines().last().unwrap_or_default().to_owned())
         }
     }
 

@@ -109,9 +109,10 @@ fn stale_file(file: &CdiFile, inventory: &Inventory) -> Option<Check> {
         (None, Some(gpu)) => format!("{shown} is stale: it does not have GPU {}", gpu.uuid),
         (None, None) => return None,
     };
-    let remedy = match is_ours(file) {
-        true => format!("`firn cdi generate --output {shown}`"),
-        false => format!("`nvidia-ctk cdi generate --output={shown}`, or what else has written it"),
+    let remedy = if is_ours(file) {
+        format!("`firn cdi generate --output {shown}`")
+    } else {
+        format!("`nvidia-ctk cdi generate --output={shown}`, or what else has written it")
     };
     Some(Check::fail("cdi", found, remedy))
 }
@@ -176,20 +177,21 @@ fn of_gpu(index: usize, gpu: &Gpu) -> Check {
         "{index}: {} {}, {memory}, {}",
         gpu.uuid, gpu.name, gpu.pci_address
     );
-    let (limit, remedy) = match () {
-        () if gpu.mig => {
-            let remedy = format!("`nvidia-smi -i {index} -mig 0`; whole GPUs only can be checkpointed");
-            return Check::warn(NAME, format!("{found}; in MIG mode"), remedy);
-        }
-        () if gpu.node.is_none() => (
+    let (limit, remedy) = if gpu.mig {
+        let remedy = format!("`nvidia-smi -i {index} -mig 0`; whole GPUs only can be checkpointed");
+        return Check::warn(NAME, format!("{found}; in MIG mode"), remedy);
+    } else if gpu.node.is_none() {
+        (
             "no device node",
             "`nvidia-modprobe -c 0` or `nvidia-smi` makes the nodes",
-        ),
-        () if !gpu.persistence => (
+        )
+    } else if !gpu.persistence {
+        (
             "persistence mode is off",
             "`nvidia-smi -pm 1`; without it the driver's restore can fail or be slow while no GPU is awake",
-        ),
-        () => return Check::ok(NAME, found),
+        )
+    } else {
+        return Check::ok(NAME, found);
     };
     Check::warn(NAME, format!("{found}; {limit}"), remedy)
 }

@@ -43,14 +43,15 @@ pub fn root(status: &Path) -> ControlFlow<Check, Check> {
         .filter(|(number, _)| lacks(*number))
         .map(|(_, name)| *name)
         .collect();
-    ControlFlow::Continue(match missing.is_empty() {
-        true => Check::ok(NAME, "root with all capabilities that CRIU needs"),
-        false => Check::fail(
+    ControlFlow::Continue(if missing.is_empty() {
+        Check::ok(NAME, "root with all capabilities that CRIU needs")
+    } else {
+        Check::fail(
             NAME,
             format!("root without {}", missing.join(", ")),
             "run it, and containerd, on the node itself and in no container that drops capabilities; \
              `capsh --print` shows them",
-        ),
+        )
     })
 }
 

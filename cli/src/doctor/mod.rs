@@ -128,9 +128,10 @@ pub fn run(args: &DoctorArgs) -> Result<bool> {
 
 /// True: nothing failed.
 fn shown(checks: &[Check], as_json: bool) -> Result<bool> {
-    match as_json {
-        true => output::json(&Checks { checks })?,
-        false => print(checks),
+    if as_json {
+        output::json(&Checks { checks })?
+    } else {
+        print(checks)
     }
     Ok(checks.iter().all(|check| check.status != Status::Fail))
 }
@@ -147,9 +148,10 @@ fn configuration() -> (Vec<Check>, Config) {
     let config = reading.config.clone();
     let mistakes = config::mistakes(reading);
     if mistakes.is_empty() {
-        let found = match path.exists() {
-            true => shown.to_string(),
-            false => format!("no {shown}: the defaults hold"),
+        let found = if path.exists() {
+            shown.to_string()
+        } else {
+            format!("no {shown}: the defaults hold")
         };
         return (vec![Check::ok(NAME, found)], config);
     }

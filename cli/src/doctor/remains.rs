@@ -65,9 +65,10 @@ pub fn checks(state: &Path, fix: bool) -> Vec<Check> {
     left.extend(sockets(&state.join(SOCKETS)));
     left.extend(of_runc(Path::new(names::RUNC_TRANSACTIONS)));
     let mut checks: Vec<Check> = bundles.iter().filter_map(|bundle| suspended(bundle)).collect();
-    match left.is_empty() {
-        true => checks.push(Check::ok(NAME, "none")),
-        false => checks.extend(left.into_iter().map(|left| left.into_check(fix))),
+    if left.is_empty() {
+        checks.push(Check::ok(NAME, "none"))
+    } else {
+        checks.extend(left.into_iter().map(|left| left.into_check(fix)))
     }
     checks.extend(unread);
     checks

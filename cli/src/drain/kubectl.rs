@@ -159,9 +159,10 @@ fn copy(source: &mut Child, target: &mut Child, sent: &mut impl FnMut(u64)) -> i
 /// What a call has printed, if it has succeeded.
 fn printed(arguments: &[&str], output: io::Result<Output>) -> Result<String, DrainError> {
     let output = output.map_err(DrainError::NoKubectl)?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-        false => Err(failed(arguments, &output.stderr)),
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    } else {
+        Err(failed(arguments, &output.stderr))
     }
 }
 

@@ -206,9 +206,10 @@ impl Drain {
                     took.as_secs_f64()
                 );
                 // Standard output has the object alone.
-                match self.as_json {
-                    true => note!("{shown}"),
-                    false => line!("{shown}"),
+                if self.as_json {
+                    note!("{shown}")
+                } else {
+                    line!("{shown}")
                 }
             }
             Err(error) => note!("{}/{}: {}", job.namespace, job.pod, ProblemLine(error)),

@@ -39,18 +39,17 @@ const ERROR: u8 = 2;
 pub fn run(args: &HistoryArgs, to: &str) -> Result<bool> {
     block_on(async {
         let target = Target::of(to)?;
-        match args.follow {
-            true => follow(args, &target).await,
-            false => {
-                let mut entries = read(&args.dir)?;
-                entries.retain(|entry| is_asked_for(args, entry));
-                let sent = target.send(&entries).await?;
-                line!(
-                    "{sent} of {} sent to {to}",
-                    text::count(entries.len(), "transaction")
-                );
-                Ok(true)
-            }
+        if args.follow {
+            follow(args, &target).await
+        } else {
+            let mut entries = read(&args.dir)?;
+            entries.retain(|entry| is_asked_for(args, entry));
+            let sent = target.send(&entries).await?;
+            line!(
+                "{sent} of {} sent to {to}",
+                text::count(entries.len(), "transaction")
+            );
+            Ok(true)
         }
     })?
 }
@@ -131,9 +130,10 @@ impl Target {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = reqwest::Client::builder().timeout(LIMIT).build()?;
         let base = endpoint.trim_end_matches('/');
-        let url = match base.ends_with("/v1/traces") {
-            true => base.to_owned(),
-            false => format!("{base}/v1/traces"),
+        let url = if base.ends_with("/v1/traces") {
+            base.to_owned()
+        } else {
+            format!("{base}/v1/traces")
         };
         let shown = shown.unwrap_or_else(|| url.clone());
         Ok(Self::Collector { client, url, shown })

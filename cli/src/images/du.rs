@@ -79,14 +79,15 @@ pub fn run(args: &ListArgs) -> Result<bool> {
         .iter()
         .fold(Sizes::default(), |sum, one| sum.plus(&one.sizes));
     let shared = once(&found, &users);
-    match args.common.json {
-        true => output::json(&Usage {
+    if args.common.json {
+        output::json(&Usage {
             checkpoints: all.iter().map(Share::shown).collect(),
             sizes: total,
             bytes: total.all(),
             counted_twice: shared,
-        })?,
-        false => print(&all, &total, shared),
+        })?
+    } else {
+        print(&all, &total, shared)
     }
     Ok(is_whole)
 }

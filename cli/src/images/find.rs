@@ -206,9 +206,10 @@ fn of_directory(kind: Kind, path: &Path, namespace: &str, opened: &UntrustedDir)
         return None;
     }
     let (dir, layer) = image::parts(&opened.path());
-    let shown = match dir == opened.path() {
-        true => path.to_owned(),
-        false => path.join(names::ARCHIVE_IMAGE),
+    let shown = if dir == opened.path() {
+        path.to_owned()
+    } else {
+        path.join(names::ARCHIVE_IMAGE)
     };
     let manifest = Manifest::read_by(&dir, &shown).map_err(ProblemReport::from);
     let mut checkpoint = Checkpoint::new(kind, path.display().to_string(), namespace, manifest);

@@ -116,9 +116,10 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     }
     let mut done = Vec::new();
     for checkpoint in removed {
-        let result = match args.dry_run {
-            true => Ok(()),
-            false => remove(checkpoint, &args.common),
+        let result = if args.dry_run {
+            Ok(())
+        } else {
+            remove(checkpoint, &args.common)
         };
         match result {
             Ok(()) => done.push(checkpoint),

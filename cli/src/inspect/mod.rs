@@ -35,8 +35,8 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
         Err(fault) => (None, failure.or(Some(fault))),
     };
     let sizes = Sizes::of(&found, view.written);
-    match args.json {
-        true => output::json(&json::Printed::Checkpoint(Box::new(json::Checkpoint {
+    if args.json {
+        output::json(&json::Printed::Checkpoint(Box::new(json::Checkpoint {
             what: &view.what,
             manifest: found.manifest.as_ref().map(json::Shown::of),
             images: &found.images,
@@ -45,8 +45,9 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
             unread: view.unread(),
             failure: failure.as_ref(),
             processes: tree.as_ref().map(Tree::shown),
-        })))?,
-        false => show(&view, &found, &sizes, (tree, failure.as_ref()), args.verbose),
+        })))?
+    } else {
+        show(&view, &found, &sizes, (tree, failure.as_ref()), args.verbose)
     }
     Ok(failure.is_none())
 }

@@ -70,9 +70,12 @@ pub struct Place {
 impl Place {
     /// Below which the programs are, or will be. `own` is this program.
     pub fn prefix(&self, own: &Path) -> PathBuf {
-        let default = || match own == Path::new(PACKAGED).join("bin/firn") {
-            true => PACKAGED,
-            false => "/usr/local",
+        let default = || {
+            if own == Path::new(PACKAGED).join("bin/firn") {
+                PACKAGED
+            } else {
+                "/usr/local"
+            }
         };
         self.prefix.clone().unwrap_or_else(|| default().into())
     }

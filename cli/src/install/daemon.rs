@@ -67,9 +67,10 @@ pub fn restart() -> Result<(), InstallError> {
     let systemctl = systemctl.to_string_lossy();
     let restart = ["SYSTEMD_IGNORE_CHROOT=1", &*systemctl, "restart", PROGRAM];
     let output = program::run(&env, &restart, LIMIT).map_err(|error| failed(format!("{error:#}")))?;
-    match output.success {
-        true => Ok(()),
-        false => Err(failed(output.stderr.trim().to_owned())),
+    if output.success {
+        Ok(())
+    } else {
+        Err(failed(output.stderr.trim().to_owned()))
     }
 }
 

@@ -163,26 +163,29 @@ impl Configuration {
         let by_hand = [(&path, handler(&theirs)), (&self.path, handler(&self.value))];
         if let Some((path, other)) = by_hand.into_iter().find_map(|(path, shim)| Some((path, shim?))) {
             let path = path.clone();
-            return match other == shim(prefix) {
-                true => Ok(Plan::nothing(path)),
-                false => Err(InstallError::Other { path, other }),
+            return if other == shim(prefix) {
+                Ok(Plan::nothing(path))
+            } else {
+                Err(InstallError::Other { path, other })
             };
         }
         let wanted = self.wanted(prefix, was);
         let without = has.map(without_ours).filter(|text| !text.trim().is_empty());
         let after = match without {
             Some(text) if !was_made(&text) => {
-                let (line_end, joined) = match text.ends_with('\n') {
-                    true => ("", ""),
-                    false => ("\n", JOINED),
+                let (line_end, joined) = if text.ends_with('\n') {
+                    ("", "")
+                } else {
+                    ("\n", JOINED)
                 };
                 format!("{text}{line_end}{BEGIN}{joined}{wanted}{END}")
             }
             _ => {
                 let with_directory = has.is_some_and(|text| text.starts_with(MADE_WITH_DIRECTORY));
-                let made = match with_directory || !path.parent().is_some_and(Path::exists) {
-                    true => MADE_WITH_DIRECTORY,
-                    false => MADE,
+                let made = if with_directory || !path.parent().is_some_and(Path::exists) {
+                    MADE_WITH_DIRECTORY
+                } else {
+                    MADE
                 };
                 format!("{made}version = {}\n{BEGIN}{wanted}{END}", self.version)
             }
@@ -232,9 +235,10 @@ impl Configuration {
         let bin = |prefix: &str| format!("{quote}{prefix}/bin/");
         let text = text.replace(&bin(SHIPPED_PREFIX), &bin(&prefix.to_string_lossy()));
         // containerd 1.7 has its own runtime only as long as the file names none.
-        let defaults = match self.version == 2 && !self.names_runtimes() {
-            true => of_default_runtimes(was),
-            false => String::new(),
+        let defaults = if self.version == 2 && !self.names_runtimes() {
+            of_default_runtimes(was)
+        } else {
+            String::new()
         };
         format!("{text}{defaults}")
     }
@@ -390,9 +394,10 @@ fn without_ours(text: &str) -> String {
         return text.to_owned();
     };
     let after = rest.split_once(END).map_or("", |(_, after)| after);
-    let before = match rest.starts_with(JOINED) {
-        true => before.strip_suffix('\n').unwrap_or(before),
-        false => before,
+    let before = if rest.starts_with(JOINED) {
+        before.strip_suffix('\n').unwrap_or(before)
+    } else {
+        before
     };
     format!("{before}{after}")
 }
@@ -458,9 +463,10 @@ fn containerd(arguments: &[&str]) -> Result<String, InstallError> {
     let program = in_path("containerd", &super::search_path());
     let program = program.ok_or_else(|| dump("there is no containerd in the PATH".to_owned()))?;
     let output = program::run(&program, arguments, LIMIT).map_err(|error| dump(format!("{error:#}")))?;
-    match output.success {
-        true => Ok(output.stdout),
-        false => Err(dump(output.stderr.trim().to_owned())),
+    if output.success {
+        Ok(output.stdout)
+    } else {
+        Err(dump(output.stderr.trim().to_owned()))
     }
 }
 

@@ -91,9 +91,10 @@ fn installed(args: &InstallArgs, own: &Path) -> Result<Report, InstallError> {
     let place = &args.place;
     let prefix = place.prefix(own);
     let from = args.from.as_deref().or(own.parent()).unwrap_or(Path::new("."));
-    let release = match prefix == Path::new(PACKAGED) {
-        true => None,
-        false => Some(Release::open(from)?),
+    let release = if prefix == Path::new(PACKAGED) {
+        None
+    } else {
+        Some(Release::open(from)?)
     };
     enter(&place.root)?;
     let configuration = args
@@ -126,16 +127,18 @@ fn removed(args: &UninstallArgs, own: &Path) -> Result<Report, InstallError> {
         wait_for_the_last();
     }
     running::none()?;
-    let configuration = match place.config.exists() {
-        true => Some(Configuration::read(&place.config)?),
-        false => None,
+    let configuration = if place.config.exists() {
+        Some(Configuration::read(&place.config)?)
+    } else {
+        None
     };
     let handler = configuration
         .map(|configuration| configuration.remove(place.dry_run))
         .transpose()?;
-    let programs = match prefix == Path::new(PACKAGED) {
-        true => Vec::new(),
-        false => programs::remove(&prefix.join("bin"), place.dry_run)?,
+    let programs = if prefix == Path::new(PACKAGED) {
+        Vec::new()
+    } else {
+        programs::remove(&prefix.join("bin"), place.dry_run)?
     };
     finish(place, programs, handler.flatten())
 }

@@ -70,10 +70,7 @@ fn change(file: &mut File, path: &Path) -> io::Result<Change> {
     let executable = there.metadata()?.permissions().mode() & 0o7777 == MODE;
     let same = executable && same(file, there)?;
     file.seek(SeekFrom::Start(0))?;
-    Ok(match same {
-        true => Change::Unchanged,
-        false => Change::Replaced,
-    })
+    Ok(if same { Change::Unchanged } else { Change::Replaced })
 }
 
 const MODE: u32 = 0o755;
@@ -137,11 +134,10 @@ pub fn remove(bin: &Path, dry_run: bool) -> Result<Vec<Done>, InstallError> {
     let mut done = Vec::new();
     for name in PROGRAMS.into_iter().rev() {
         let path = bin.join(name);
-        let there = match dry_run {
-            true => path.symlink_metadata().is_ok().then_some(()),
-            false => {
-                io::Result::if_present(fs::remove_file(&path)).map_err(InstallError::io("remove", &path))?
-            }
+        let there = if dry_run {
+            path.symlink_metadata().is_ok().then_some(())
+        } else {
+            io::Result::if_present(fs::remove_file(&path)).map_err(InstallError::io("remove", &path))?
         };
         done.extend(there.map(|()| Done {
             path,

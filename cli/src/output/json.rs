@@ -79,10 +79,11 @@ fn remove_nulls(value: &mut Value) {
 /// result.
 pub fn failed(as_json: bool, message: impl fmt::Display) -> anyhow::Result<bool> {
     let failure = message.to_string();
-    match as_json {
+    if as_json {
         // Also `firn ps --watch` prints lines.
-        true => json_line(&Failure { failure })?,
-        false => note!("firn: {failure}"),
+        json_line(&Failure { failure })?
+    } else {
+        note!("firn: {failure}")
     }
     Ok(false)
 }

@@ -17,9 +17,10 @@ const LEAST: usize = 8;
 pub fn table<const N: usize>(head: [&str; N], rows: impl Iterator<Item = [String; N]>) {
     let lines = lay_out(head, rows, columns());
     for line in &lines {
-        let shown = match line.starts_with(head[0]) {
-            true => painted(Tone::Head, line),
-            false => line.clone(),
+        let shown = if line.starts_with(head[0]) {
+            painted(Tone::Head, line)
+        } else {
+            line.clone()
         };
         super::raw(&(shown + "\n"));
     }

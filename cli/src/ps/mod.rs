@@ -73,8 +73,8 @@ fn print(containers: &[Container], gpus: &Gpus) {
         return;
     }
     // Of what is in progress only where something is.
-    match containers.iter().any(|container| container.transaction.is_some()) {
-        true => output::table(
+    if containers.iter().any(|container| container.transaction.is_some()) {
+        output::table(
             [
                 "CONTAINER",
                 "NAMESPACE",
@@ -89,11 +89,12 @@ fn print(containers: &[Container], gpus: &Gpus) {
                 "LEFT",
             ],
             containers.iter().map(long_row),
-        ),
-        false => output::table(
+        )
+    } else {
+        output::table(
             ["CONTAINER", "NAMESPACE", "STATE", "GPUS", "GPU MEMORY"],
             containers.iter().map(row),
-        ),
+        )
     }
     for container in containers {
         let (id, state) = (&container.id, container.state());

@@ -102,13 +102,14 @@ fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &St
             phases: steps.ended(),
         });
     }
-    match args.dry_run {
-        true => line!("nothing is in the way on {target}"),
-        false => line!(
+    if args.dry_run {
+        line!("nothing is in the way on {target}")
+    } else {
+        line!(
             "{name} runs on {target}, after {:.1} s. {} were sent",
             took.as_secs_f64(),
             text::bytes(bytes)
-        ),
+        )
     }
     Ok(())
 }
@@ -122,10 +123,12 @@ async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
     found.expect_base()?;
     let (spec, id) = (found.container.spec(), found.container.id.clone());
-    match () {
-        () if !spec.author().owns_node() => Err(MoveError::Kubernetes { id }),
-        () if spec.annotation(NERDCTL_STATE).is_some() => Err(MoveError::Nerdctl { id }),
-        () => Ok(found),
+    if !spec.author().owns_node() {
+        Err(MoveError::Kubernetes { id })
+    } else if spec.annotation(NERDCTL_STATE).is_some() {
+        Err(MoveError::Nerdctl { id })
+    } else {
+        Ok(found)
     }
 }
 

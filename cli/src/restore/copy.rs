@@ -172,9 +172,10 @@ fn named(args: &RestoreArgs, index: &Index, spec: &Spec) -> Result<String, Resto
     let id = id.ok_or_else(|| RestoreError::NoName {
         dir: args.from.clone(),
     })?;
-    match is_id(&id) {
-        true => Ok(id),
-        false => Err(RestoreError::NoId { id }),
+    if is_id(&id) {
+        Ok(id)
+    } else {
+        Err(RestoreError::NoId { id })
     }
 }
 

@@ -109,9 +109,10 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     };
     match done {
         Ok((restored, dir)) => {
-            match args.json {
-                true => output::json(&described(args, &restored, dir, begun, &steps))?,
-                false => print(&restored, begun),
+            if args.json {
+                output::json(&described(args, &restored, dir, begun, &steps))?
+            } else {
+                print(&restored, begun)
             }
             Ok(true)
         }

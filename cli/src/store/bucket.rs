@@ -293,9 +293,10 @@ impl Objects {
         let location = self.location(path);
         let get = async {
             let found = self.objects.get(&location).await?;
-            match found.meta.size > most {
-                true => Ok(Vec::new()),
-                false => Ok(found.bytes().await?.into()),
+            if found.meta.size > most {
+                Ok(Vec::new())
+            } else {
+                Ok(found.bytes().await?.into())
             }
         };
         self.call("read", path, get)

@@ -40,12 +40,13 @@ pub fn run(args: &ExportArgs) -> Result<bool> {
     let store = named(&args.common)?;
     let from = (Some(store.place.directory()?), store.key);
     let memory = shown(memory::export(&args.dir, from, &args.out, counted("exported")))?;
-    match args.common.json {
-        true => output::json(&Exported {
+    if args.common.json {
+        output::json(&Exported {
             dir: &args.out,
             memory,
-        })?,
-        false => line!("{} has the memory, {}", args.out.display(), text::bytes(memory)),
+        })?
+    } else {
+        line!("{} has the memory, {}", args.out.display(), text::bytes(memory))
     }
     Ok(true)
 }
@@ -57,19 +58,20 @@ pub fn import(args: &ImportArgs) -> Result<bool> {
     // Not before it is known that something goes there.
     let to = (|| made(&path, &packing), cap(&args.common)?);
     let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
-    match args.common.json {
-        true => output::json(&Imported {
+    if args.common.json {
+        output::json(&Imported {
             dir: &args.out,
             memory: &memory,
-        })?,
-        false => line!(
+        })?
+    } else {
+        line!(
             "{} has {} in the store as {}: {} written, {} were there",
             args.out.display(),
             text::bytes(memory.bytes),
             short(&memory.index),
             text::bytes(memory.written),
             text::bytes(memory.reused)
-        ),
+        )
     }
     Ok(true)
 }

@@ -51,16 +51,18 @@ pub fn run(args: &GcArgs) -> Result<bool> {
         other_machines: args.other_hosts,
         unreferenced_since: args.unreferenced_since,
     };
-    let decisions = match args.dry_run {
-        true => Decisions::make(&store, &needs, &rules),
-        false => store
+    let decisions = if args.dry_run {
+        Decisions::make(&store, &needs, &rules)
+    } else {
+        store
             .removal()
-            .and_then(|removal| removal.collect(&needs, &rules)),
+            .and_then(|removal| removal.collect(&needs, &rules))
     };
     let decisions = shown(decisions)?;
-    match args.common.json {
-        true => output::json(&cleaned(&decisions, args.dry_run))?,
-        false => print(&decisions, args.dry_run),
+    if args.common.json {
+        output::json(&cleaned(&decisions, args.dry_run))?
+    } else {
+        print(&decisions, args.dry_run)
     }
     Ok(true)
 }
@@ -137,9 +139,10 @@ fn print(decisions: &Decisions, is_dry: bool) {
     for (id, reason) in &decisions.kept {
         line!("kept     {}: {reason}", short(id));
     }
-    let (does, done) = match is_dry {
-        true => ("removes", "would be removed"),
-        false => ("removed", "removed"),
+    let (does, done) = if is_dry {
+        ("removes", "would be removed")
+    } else {
+        ("removed", "removed")
     };
     for (id, index) in &decisions.gone {
         line!("{does}  {} of container {}", short(id), index.container);

@@ -68,15 +68,14 @@ printed! { Listed<'_>: "store ls" }
 pub fn run(args: &LsArgs) -> Result<bool> {
     let store = super::named(&args.common)?.open()?;
     let contents = Contents::read(&*store)?;
-    match args.common.json {
-        true => {
-            output::json(&Listed {
-                store: store.place(),
-                id: store.id(),
-                images: contents.images.iter().map(Shown::of).collect(),
-            })?;
-        }
-        false => print(&contents.images),
+    if args.common.json {
+        output::json(&Listed {
+            store: store.place(),
+            id: store.id(),
+            images: contents.images.iter().map(Shown::of).collect(),
+        })?;
+    } else {
+        print(&contents.images)
     }
     Ok(contents.images.iter().all(Image::is_complete))
 }

@@ -87,9 +87,10 @@ pub fn run(command: &StoreCommand) -> Result<bool> {
 fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
     let store = open(&args.common)?;
     let id = find(&store, &args.id)?;
-    match is_pinned {
-        true => store.pin(&id, Pin::Operator),
-        false => store.unpin(&id).map(drop),
+    if is_pinned {
+        store.pin(&id, Pin::Operator)
+    } else {
+        store.unpin(&id).map(drop)
     }
     .map_err(ProblemReport::from)?;
     match (args.common.json, is_pinned) {

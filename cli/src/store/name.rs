@@ -91,9 +91,10 @@ pub fn run(args: &NameArgs) -> Result<bool> {
     copied
         .and_then(|()| sync(&within))
         .with_context(|| format!("cannot write {}", path.display()))?;
-    match args.common.json {
-        true => output::json(&Made { dir: &path })?,
-        false => line!("{}: pods of {namespace} may name store:{name}", path.display()),
+    if args.common.json {
+        output::json(&Made { dir: &path })?
+    } else {
+        line!("{}: pods of {namespace} may name store:{name}", path.display())
     }
     Ok(true)
 }

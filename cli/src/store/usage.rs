@@ -162,9 +162,10 @@ pub fn run(args: &DuArgs) -> Result<bool> {
             .images
             .store_cap,
     };
-    match args.common.json {
-        true => output::json(&usage)?,
-        false => print(&usage),
+    if args.common.json {
+        output::json(&usage)?
+    } else {
+        print(&usage)
     }
     Ok(true)
 }

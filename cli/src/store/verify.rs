@@ -47,21 +47,21 @@ impl Found {
 /// True: all is there and whole.
 pub fn run(args: &VerifyArgs) -> Result<bool> {
     let named = named(&args.common)?;
-    let found = match args.repair {
-        true => {
-            let store = named.open_directory()?;
-            let found = look(&store, args)?;
-            repair(&store, &found)?;
-            Found {
-                repaired: true,
-                ..found
-            }
+    let found = if args.repair {
+        let store = named.open_directory()?;
+        let found = look(&store, args)?;
+        repair(&store, &found)?;
+        Found {
+            repaired: true,
+            ..found
         }
-        false => look(&*named.open()?, args)?,
+    } else {
+        look(&*named.open()?, args)?
     };
-    match args.common.json {
-        true => output::json(&found)?,
-        false => print(&found),
+    if args.common.json {
+        output::json(&found)?
+    } else {
+        print(&found)
     }
     Ok(found.is_whole())
 }
@@ -90,13 +90,14 @@ fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> 
         }
     }
     let used = |extent: &Digest| indexes.iter().any(|(_, extents)| extents.contains_key(extent));
-    let to_read: Vec<(Digest, u64)> = match all {
-        true => there.clone().into_iter().collect(),
-        false => there
+    let to_read: Vec<(Digest, u64)> = if all {
+        there.clone().into_iter().collect()
+    } else {
+        there
             .clone()
             .into_iter()
             .filter(|(extent, _)| used(extent))
-            .collect(),
+            .collect()
     };
     found.extents = to_read.len();
     found.bytes = to_read.iter().map(|(_, length)| length).sum();

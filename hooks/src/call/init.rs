@@ -42,9 +42,10 @@ impl Init {
     /// What was found by the pid: it is this process's.
     pub fn look<T>(&self, look: impl FnOnce() -> Result<T>) -> Result<T> {
         let found = look();
-        match self.has_ended()? {
-            true => bail!("process {} has ended", self.pid),
-            false => found,
+        if self.has_ended()? {
+            bail!("process {} has ended", self.pid)
+        } else {
+            found
         }
     }
 

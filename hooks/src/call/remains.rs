@@ -75,9 +75,10 @@ fn ends(call: &Call, program: Option<i32>, pid: i32) -> Kind {
 
 fn kind_of(call: &Call, pid: i32) -> Kind {
     if procfs::comm(pid).starts_with("runc:[") {
-        return match procfs::is_alive(pid) {
-            true => Kind::Starting,
-            false => Kind::Other,
+        return if procfs::is_alive(pid) {
+            Kind::Starting
+        } else {
+            Kind::Other
         };
     }
     // Neither can be read of a process that has ended.
@@ -100,8 +101,9 @@ fn kind_of(call: &Call, pid: i32) -> Kind {
         environment.iter().any(|word| word == variable.as_bytes())
     };
     let facts = &call.facts;
-    match has("FIRN_HOOK", facts.hook.name()) && has("FIRN_CHECKPOINT", &facts.checkpoint) {
-        true => Kind::OfHook,
-        false => Kind::Other,
+    if has("FIRN_HOOK", facts.hook.name()) && has("FIRN_CHECKPOINT", &facts.checkpoint) {
+        Kind::OfHook
+    } else {
+        Kind::Other
     }
 }

@@ -80,9 +80,10 @@ fn members(top_id: u32, top: u32, below: u32) -> io::Result<Vec<(MountEntry, u32
         ids.push(entry.id);
         members.push((entry, wanted));
     }
-    match members.iter().any(|(entry, _)| entry.id == top_id) {
-        true => Ok(members),
-        false => Err(io::Error::other("it is not mounted")),
+    if members.iter().any(|(entry, _)| entry.id == top_id) {
+        Ok(members)
+    } else {
+        Err(io::Error::other("it is not mounted"))
     }
 }
 

@@ -46,9 +46,10 @@ fn taken(dir: &Path) -> u64 {
         let kind = found.file_type();
         assert!(!kind.is_block_device() && !kind.is_char_device(), "a device");
         taken
-            + match kind.is_dir() {
-                true => self::taken(&entry.path()),
-                false => found.blocks() * 512,
+            + if kind.is_dir() {
+                self::taken(&entry.path())
+            } else {
+                found.blocks() * 512
             }
     })
 }

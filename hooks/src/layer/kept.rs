@@ -160,9 +160,10 @@ fn add(
     let mut header = Header::new_gnu();
     header.set_metadata(metadata);
     header.set_size(0);
-    match kind.is_symlink() {
-        true => archive.append_link(&mut header, name, fs::read_link(&from)?)?,
-        false => archive.append_data(&mut header, name, io::empty())?,
+    if kind.is_symlink() {
+        archive.append_link(&mut header, name, fs::read_link(&from)?)?
+    } else {
+        archive.append_data(&mut header, name, io::empty())?
     }
     Ok(())
 }

@@ -138,9 +138,10 @@ fn need_no_option(dir: &Path, image: &Image) -> Result<(), ImageFault> {
     let edited = all.iter().map(|message| unmarked(message));
     let edited = edited.collect::<Result<Vec<_>, _>>();
     let edited = edited.map_err(|error| ImageFault::malformed(NAME, error))?;
-    match edited == all {
-        true => Ok(()),
-        false => write(dir, NAME, INVENTORY_MAGIC, &edited),
+    if edited == all {
+        Ok(())
+    } else {
+        write(dir, NAME, INVENTORY_MAGIC, &edited)
     }
 }
 

@@ -198,19 +198,21 @@ impl<'a> Allowed<'a> {
         let stays = |name| no_new_privs && permitted & capability(name) == 0;
         let (user, groups) = spec.user();
         let maps = || -> Result<_, ImageFault> { Ok([spec.id_map("uid")?, spec.id_map("gid")?]) };
-        let (rlimits, oom_score_adj) = match has("CAP_SYS_RESOURCE") {
-            true => (Vec::new(), i32::MIN),
-            false => (
+        let (rlimits, oom_score_adj) = if has("CAP_SYS_RESOURCE") {
+            (Vec::new(), i32::MIN)
+        } else {
+            (
                 spec.rlimits(),
                 spec.oom_score_adj().unwrap_or(host.oom_score_adj.min(0)),
-            ),
+            )
         };
         Ok(Self {
             spec,
             bounding,
-            permitted: match no_new_privs {
-                true => permitted & bounding,
-                false => bounding,
+            permitted: if no_new_privs {
+                permitted & bounding
+            } else {
+                bounding
             },
             rlimits,
             oom_score_adj,

@@ -82,9 +82,10 @@ pub fn close_unix_sockets(dir: &Path) -> Result<(), ImageFault> {
             _ => edited.push(Cow::Borrowed(*file)),
         }
     }
-    match sockets.iter().flatten().any(|socket| is_closed(&socket)) {
-        true => write(dir, NAME, MAGIC, &edited),
-        false => Ok(()),
+    if sockets.iter().flatten().any(|socket| is_closed(&socket)) {
+        write(dir, NAME, MAGIC, &edited)
+    } else {
+        Ok(())
     }
 }
 

@@ -37,9 +37,10 @@ impl Description {
         let key = packing.key.as_ref().map(|key| key.check(&id));
         Ok(Self {
             format: FORMAT.to_owned(),
-            version: match key.is_some() || packing.compressed {
-                true => layout::PACKED_VERSION,
-                false => layout::VERSION,
+            version: if key.is_some() || packing.compressed {
+                layout::PACKED_VERSION
+            } else {
+                layout::VERSION
             },
             id,
             compressed: packing.compressed,
@@ -72,9 +73,10 @@ impl Description {
         let is_packed = description.compressed || description.key.is_some();
         let fits = is_packed == (description.version == layout::PACKED_VERSION);
         let has_id = (1..=MAX_ID).contains(&description.id.len()) && description.id.bytes().all(is_id);
-        match fits && has_id {
-            true => Ok(description),
-            false => Err(wrong(None)),
+        if fits && has_id {
+            Ok(description)
+        } else {
+            Err(wrong(None))
         }
     }
 

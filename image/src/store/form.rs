@@ -163,9 +163,10 @@ impl Form {
 
     /// Whether a file of so many bytes may have this many bytes of memory.
     pub fn may_hold(&self, size: u64, length: u64) -> bool {
-        match self.is_plain() {
-            true => size == length,
-            false => (1..=self.most(length)).contains(&size),
+        if self.is_plain() {
+            size == length
+        } else {
+            (1..=self.most(length)).contains(&size)
         }
     }
 
@@ -207,9 +208,10 @@ impl Form {
         let Packed::Framed { compressed, secret } = &self.0 else {
             return Ok(Cow::Borrowed(bytes));
         };
-        let smaller = match compressed {
-            true => Some(zstd::bulk::compress(bytes, LEVEL)?).filter(|small| small.len() < bytes.len()),
-            false => None,
+        let smaller = if *compressed {
+            Some(zstd::bulk::compress(bytes, LEVEL)?).filter(|small| small.len() < bytes.len())
+        } else {
+            None
         };
         let (kind, content) = match &smaller {
             Some(smaller) => (ZSTD, smaller.as_slice()),

@@ -82,9 +82,10 @@ impl Index {
 
     /// Reads the file of this name.
     pub fn from_bytes(bytes: &[u8], id: &Digest) -> Result<Self, IndexError> {
-        match Digest::of(bytes) == *id {
-            true => from_bytes(bytes),
-            false => Err(IndexError::Content),
+        if Digest::of(bytes) == *id {
+            from_bytes(bytes)
+        } else {
+            Err(IndexError::Content)
         }
     }
 
@@ -187,9 +188,10 @@ pub(crate) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
         index,
     };
     let bytes = serde_json::to_vec(&envelope)?;
-    match bytes.len() as u64 > Index::MAX_BYTES {
-        true => Err(IndexError::TooLarge),
-        false => Ok(bytes),
+    if bytes.len() as u64 > Index::MAX_BYTES {
+        Err(IndexError::TooLarge)
+    } else {
+        Ok(bytes)
     }
 }
 

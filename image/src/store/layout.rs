@@ -196,11 +196,12 @@ fn absent(path: &Path) -> StoreError {
 }
 
 fn not_opened(path: &Path, error: io::Error) -> StoreError {
-    match is_wrong_kind(&error) {
-        true => StoreError::NotADirectory {
+    if is_wrong_kind(&error) {
+        StoreError::NotADirectory {
             path: path.to_owned(),
-        },
-        false => io("open", path)(error),
+        }
+    } else {
+        io("open", path)(error)
     }
 }
 
@@ -254,11 +255,12 @@ fn owned(dir: &UntrustedDir, path: &Path) -> Result<u32, StoreError> {
         .handle()
         .and_then(|dir| dir.metadata())
         .map_err(io("look at", path))?;
-    match metadata.uid() == geteuid().as_raw() {
-        true => Ok(metadata.mode() & 0o7777),
-        false => Err(StoreError::Owner {
+    if metadata.uid() == geteuid().as_raw() {
+        Ok(metadata.mode() & 0o7777)
+    } else {
+        Err(StoreError::Owner {
             path: path.to_owned(),
             owner: metadata.uid(),
-        }),
+        })
     }
 }

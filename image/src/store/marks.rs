@@ -64,9 +64,12 @@ impl Store {
         // A mark without a time has just been made.
         let seconds = since.map(|text| String::from_utf8_lossy(&text).trim().parse().unwrap_or(u64::MAX));
         Ok(Noted {
-            pin: pin.map(|by| match by == BY_CHECKPOINT {
-                true => Pin::Checkpoint,
-                false => Pin::Operator,
+            pin: pin.map(|by| {
+                if by == BY_CHECKPOINT {
+                    Pin::Checkpoint
+                } else {
+                    Pin::Operator
+                }
             }),
             is_released: self.mark(RELEASED, image)?.is_some(),
             unreferenced: seconds.map(Duration::from_secs),

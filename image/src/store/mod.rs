@@ -157,9 +157,10 @@ impl Store {
 
     /// Reads an extent into a buffer of its length, and compares its content with its name.
     pub fn read(&self, extent: &Digest, buffer: &mut [u8]) -> Result<(), StoreError> {
-        match self.form().is_plain() {
-            true => self.read_plain(extent, buffer),
-            false => self.read_packed(extent, &self.form().name(extent), buffer),
+        if self.form().is_plain() {
+            self.read_plain(extent, buffer)
+        } else {
+            self.read_packed(extent, &self.form().name(extent), buffer)
         }
     }
 
@@ -200,9 +201,10 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
             read => read.map_err(io("read", path()))?,
         }
-        match length == buffer.len() as u64 && Digest::of(buffer) == *extent {
-            true => Ok(()),
-            false => Err(self.damaged(extent)),
+        if length == buffer.len() as u64 && Digest::of(buffer) == *extent {
+            Ok(())
+        } else {
+            Err(self.damaged(extent))
         }
     }
 

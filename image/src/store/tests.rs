@@ -66,9 +66,10 @@ impl Scratch {
 fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
-        match path.is_dir() && !path.is_symlink() {
-            true => walk(&path, found),
-            false => found.push(path),
+        if path.is_dir() && !path.is_symlink() {
+            walk(&path, found)
+        } else {
+            found.push(path)
         }
     }
 }

@@ -107,18 +107,18 @@ impl Writer {
             return Ok(None);
         }
         let (digest, length) = (Digest::of(bytes), bytes.len() as u64);
-        let is_there = match self.compares {
-            true => self.has_own(&digest, length)? || self.is_whole(&digest, length)?,
-            false => self.has(&digest, length)?,
+        let is_there = if self.compares {
+            self.has_own(&digest, length)? || self.is_whole(&digest, length)?
+        } else {
+            self.has(&digest, length)?
         };
-        let count = match is_there {
-            true => &self.reused,
-            false => {
-                let name = self.store.form().name(&digest);
-                let packed = self.store.form().packed_extent(&name, bytes);
-                self.write(&name, &packed.map_err(io("pack", self.path()))?)?;
-                &self.written
-            }
+        let count = if is_there {
+            &self.reused
+        } else {
+            let name = self.store.form().name(&digest);
+            let packed = self.store.form().packed_extent(&name, bytes);
+            self.write(&name, &packed.map_err(io("pack", self.path()))?)?;
+            &self.written
         };
         count.fetch_add(length, Ordering::Relaxed);
         Ok(Some(digest))

@@ -73,9 +73,10 @@ impl UsersFile {
     /// here: the path in it may be anybody's.
     fn noted(bundle: &Path) -> Self {
         let note = bundle.join(names::BUNDLE_USERS_CRIU_CONFIG);
-        let read = match note.is_absolute() {
-            true => open_regular(&note).and_then(|file| read_at_most(file, MAX_PATH)),
-            false => Ok(None),
+        let read = if note.is_absolute() {
+            open_regular(&note).and_then(|file| read_at_most(file, MAX_PATH))
+        } else {
+            Ok(None)
         };
         match read {
             Ok(Some(path)) if path.is_empty() => Self::None,
@@ -152,9 +153,10 @@ fn is_firns(path: &str) -> bool {
 
 /// Whether nobody but root can put something else into its place.
 fn is_of_root(found: &Metadata, is_file: bool) -> bool {
-    match is_file {
-        true => found.uid() == 0 && found.mode() & 0o022 == 0,
-        false => of_root::holds_for_root(found),
+    if is_file {
+        found.uid() == 0 && found.mode() & 0o022 == 0
+    } else {
+        of_root::holds_for_root(found)
     }
 }
 

@@ -456,9 +456,10 @@ fn accelerators_are_repaired_only_in_a_container_that_holds_no_device() {
         container.node("/dev/accel/accel0", SFlag::S_IFCHR, 3);
         container.node("/dev/hl0", SFlag::S_IFCHR, 3);
         container.node("/dev/nvidia0", SFlag::S_IFCHR, 3);
-        let annotations = match released {
-            true => json!({"firn.dev/gpu": "released-by-hook", "firn.dev/hook-prepare": "exec: /x"}),
-            false => json!({"firn.dev/gpu": "released-by-hook"}),
+        let annotations = if released {
+            json!({"firn.dev/gpu": "released-by-hook", "firn.dev/hook-prepare": "exec: /x"})
+        } else {
+            json!({"firn.dev/gpu": "released-by-hook"})
         };
         let spec = Spec::from(json!({"annotations": annotations, "linux": {"devices": devices}}));
         let done = repair_below(

@@ -74,9 +74,10 @@ impl Action {
 }
 
 fn exec(command: &str) -> Result<Action, ActionError> {
-    let argv: Vec<String> = match command.starts_with('[') {
-        true => serde_json::from_str(command).map_err(|_| ActionError::NoList)?,
-        false => command.split_whitespace().map(str::to_owned).collect(),
+    let argv: Vec<String> = if command.starts_with('[') {
+        serde_json::from_str(command).map_err(|_| ActionError::NoList)?
+    } else {
+        command.split_whitespace().map(str::to_owned).collect()
     };
     match argv.first() {
         Some(program) if !program.is_empty() => Ok(Action::Exec(argv)),
@@ -108,9 +109,10 @@ fn http(url: &str) -> Option<Action> {
 }
 
 fn signal_named(name: &str) -> Result<Action, ActionError> {
-    let full = match name.starts_with("SIG") {
-        true => name.to_owned(),
-        false => format!("SIG{name}"),
+    let full = if name.starts_with("SIG") {
+        name.to_owned()
+    } else {
+        format!("SIG{name}")
     };
     match Signal::from_str(&full) {
         Ok(Signal::SIGKILL) => Err(ActionError::Fatal("KILL")),

@@ -64,9 +64,10 @@ impl Spec {
             return Author::Orchestrator;
         }
         let is_strange = |key: &String| key.starts_with(KUBERNETES) && !is_cri(&key);
-        match keys().any(is_strange) || manager.is_some_and(|manager| manager != PODMAN) {
-            true => Author::Unknown,
-            false => Author::Client,
+        if keys().any(is_strange) || manager.is_some_and(|manager| manager != PODMAN) {
+            Author::Unknown
+        } else {
+            Author::Client
         }
     }
 }

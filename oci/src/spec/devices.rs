@@ -63,9 +63,12 @@ impl DeviceRule {
     /// What these rules, in order, allow with the device of this type and these numbers.
     pub(super) fn access(rules: &[Self], device: (NodeType, u64, u64)) -> Access {
         let covering = rules.iter().filter(|rule| rule.covers(device));
-        covering.fold(Access::NONE, |all, rule| match rule.is_allow() {
-            true => all | rule.letters(),
-            false => all & !rule.letters(),
+        covering.fold(Access::NONE, |all, rule| {
+            if rule.is_allow() {
+                all | rule.letters()
+            } else {
+                all & !rule.letters()
+            }
         })
     }
 

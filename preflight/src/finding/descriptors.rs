@@ -93,9 +93,10 @@ pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadab
             let file = || String::from_utf8_lossy(mapping.path).into_owned();
             found.gpu.mapped.get_or_insert_with(file);
         }
-        match found.io_uring {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        if found.io_uring {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
         }
     });
     if read?.is_none() {

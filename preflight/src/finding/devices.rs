@@ -41,12 +41,11 @@ fn of_process(proc_root: &Path, pid: i32) -> Result<Option<String>, Unreadable> 
     let mut mapped = None;
     each_mapping(proc_root, pid, |mapping| {
         let path = Path::new(std::ffi::OsStr::from_bytes(mapping.path));
-        match is_device(path) {
-            true => {
-                mapped = Some(format!("{} mapped", path.display()));
-                ControlFlow::Break(())
-            }
-            false => ControlFlow::Continue(()),
+        if is_device(path) {
+            mapped = Some(format!("{} mapped", path.display()));
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
         }
     })?;
     Ok(mapped)

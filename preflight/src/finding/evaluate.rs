@@ -15,9 +15,10 @@ pub(crate) fn without_peer_access(findings: &mut Vec<Finding>) {
 /// All refusals that follow from the findings, and the findings that refuse nothing. `shares_nothing`: the
 /// owner asserts that the processes share no GPU memory.
 pub(crate) fn evaluate(mut findings: Vec<Finding>, shares_nothing: bool) -> (Vec<Refusal>, Vec<Finding>) {
-    let sharing = match shares_nothing {
-        true => None,
-        false => sharing(&findings).map(|at| findings.remove(at)),
+    let sharing = if shares_nothing {
+        None
+    } else {
+        sharing(&findings).map(|at| findings.remove(at))
     };
     let refusing = findings.extract_if(.., |finding| refuses(finding));
     let refusals = refusing.chain(sharing).map(|finding| finding.refusal);

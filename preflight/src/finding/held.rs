@@ -52,9 +52,10 @@ fn of_process(proc_root: &Path, pid: i32) -> Result<Option<String>, Unreadable> 
     let process = proc_root.join(pid.to_string());
     let read = bounded::each(&process.join(what), b'\n', bounded::LINES, |line| {
         is_held = named(line).is_some_and(|inode| sockets.contains(&inode));
-        match is_held {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        if is_held {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
         }
     });
     proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;

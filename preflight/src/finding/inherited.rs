@@ -40,12 +40,11 @@ impl Inherited {
 
     /// Keeps them in `bundle` for the container's next checkpoint. Writes no file where none is needed.
     pub fn keep(all: &[Self], bundle: &Path) -> io::Result<()> {
-        match all.is_empty() {
-            true => fs::remove_file(bundle.join(names::BUNDLE_INHERITED)).unless_absent(),
-            false => {
-                let bytes = serde_json::to_vec(all)?;
-                atomic_file::write(bundle, names::BUNDLE_INHERITED, &bytes, 0o600)
-            }
+        if all.is_empty() {
+            fs::remove_file(bundle.join(names::BUNDLE_INHERITED)).unless_absent()
+        } else {
+            let bytes = serde_json::to_vec(all)?;
+            atomic_file::write(bundle, names::BUNDLE_INHERITED, &bytes, 0o600)
         }
     }
 
@@ -88,9 +87,10 @@ pub(super) fn inspect(
     for &pid in holders {
         let gpu = gpu_of(proc_root, pid)?;
         let Some(file) = gpu.shown() else { continue };
-        match parent(proc_root, pid).is_some_and(|parent| (same.memory)(pid, parent)) {
-            true => add(Refusal::Vfork { pid, comm: comm(pid) }, Certainty::Certain),
-            false => held.push((pid, file, gpu)),
+        if parent(proc_root, pid).is_some_and(|parent| (same.memory)(pid, parent)) {
+            add(Refusal::Vfork { pid, comm: comm(pid) }, Certainty::Certain)
+        } else {
+            held.push((pid, file, gpu))
         }
     }
     let mut known = Known::read(proc_root, processes, same)?;
@@ -108,9 +108,10 @@ pub(super) fn inspect(
         let is_certain =
             known.descends(pid) || !known.inherited.is_empty() || known.shares_with_cuda(pid, &gpu);
         let comm = comm(pid);
-        let certainty = match is_certain {
-            true => Certainty::Certain,
-            false => Certainty::Suspected,
+        let certainty = if is_certain {
+            Certainty::Certain
+        } else {
+            Certainty::Suspected
         };
         add(Refusal::LeakedGpu { pid, comm, file }, certainty);
     }

@@ -300,9 +300,10 @@ impl Mapped {
     fn add(&mut self, mapping: &Mapping<'_>) {
         if is_managed(mapping) {
             let [certain, suspected] = &mut self.managed;
-            let sum = match DRIVER_RANGE.contains(&mapping.start) {
-                true => suspected,
-                false => certain,
+            let sum = if DRIVER_RANGE.contains(&mapping.start) {
+                suspected
+            } else {
+                certain
             };
             sum.0 += 1;
             sum.1 = sum.1.saturating_add(mapping.bytes());

@@ -176,12 +176,13 @@ impl TaskError {
 /// The error of a container of a pod, with a code: those of the OCI runtime have none.
 fn of_pod(id: &str, error: &TaskError) -> String {
     let text = Chain(error).to_string();
-    match text.contains("FIRN-") {
-        true => text,
-        false => format!(
+    if text.contains("FIRN-") {
+        text
+    } else {
+        format!(
             "FIRN-POD: cannot checkpoint container {id}: {text}. \
              hint: see containerd's log; every container of the pod goes on"
-        ),
+        )
     }
 }
 

@@ -51,9 +51,10 @@ pub(super) async fn bring<'c>(
     let mut wait = None;
     loop {
         let is_parked = container.is_parked();
-        let done = match is_parked {
-            true => resume(service, container, &wanted).await,
-            false => move_gpus(service, container, &wanted).await,
+        let done = if is_parked {
+            resume(service, container, &wanted).await
+        } else {
+            move_gpus(service, container, &wanted).await
         };
         let Err(TaskError::Park(error)) = &done else {
             return done;
@@ -142,9 +143,10 @@ async fn end(
             }
             let is_tried_again = error.awaited().is_some();
             let failed = Err(error.into());
-            match is_tried_again {
-                true => failed,
-                false => service.ended(container, recording, failed).await,
+            if is_tried_again {
+                failed
+            } else {
+                service.ended(container, recording, failed).await
             }
         }
     }

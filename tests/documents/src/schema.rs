@@ -46,9 +46,10 @@ fn name(words: &[&str]) -> String {
         .copied()
         .collect();
     let two = words.iter().take(2).copied().collect::<Vec<_>>().join("-");
-    match directory().join(format!("{two}.json")).exists() {
-        true => two,
-        false => words.first().copied().unwrap_or_default().to_owned(),
+    if directory().join(format!("{two}.json")).exists() {
+        two
+    } else {
+        words.first().copied().unwrap_or_default().to_owned()
     }
 }
 

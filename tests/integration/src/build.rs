@@ -118,15 +118,12 @@ impl Built {
             "simgpu-nvml",
         ];
         cargo(profile, voice, None, &packages)?;
-        let shim = match profile == Profile::Release && has_musl()? {
-            true => {
-                cargo(profile, voice, Some(MUSL), &["firn-shim"])?;
-                target.join(MUSL)
-            }
-            false => {
-                cargo(profile, voice, None, &["firn-shim"])?;
-                target.clone()
-            }
+        let shim = if profile == Profile::Release && has_musl()? {
+            cargo(profile, voice, Some(MUSL), &["firn-shim"])?;
+            target.join(MUSL)
+        } else {
+            cargo(profile, voice, None, &["firn-shim"])?;
+            target.clone()
         };
         Ok(Self {
             dir: target.join(name),

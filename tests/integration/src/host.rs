@@ -277,9 +277,10 @@ impl GpuHost {
     /// one of the host's v1 hierarchies holds. Its containers then ask for no share of the CPU.
     pub fn limits(&self) -> &'static [&'static str] {
         let v2 = self.node.record().cgroup == CgroupMode::V2;
-        match v2 && !self.has_controller("cpu") {
-            true => &["--cpu-shares", "0"],
-            false => &[],
+        if v2 && !self.has_controller("cpu") {
+            &["--cpu-shares", "0"]
+        } else {
+            &[]
         }
     }
 

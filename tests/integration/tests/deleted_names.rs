@@ -133,12 +133,11 @@ fn such_a_file_outside_of_a_tmpfs_is_refused(platform: Platform) -> Result<()> {
             let job = Container::script(host, "job", &["0"], 1, &[], &script)?;
             job.goes_on(3)?;
             let result = job.checkpoint("checkpoint/job");
-            match fits {
-                true => drop(result?),
-                false => {
-                    let output = failure(result)?;
-                    ensure!(output.contains("Can't create link remap for"), "{output}");
-                }
+            if fits {
+                result?;
+            } else {
+                let output = failure(result)?;
+                ensure!(output.contains("Can't create link remap for"), "{output}");
             }
             job.goes_on(3)?;
             let names = job.exec(&["sh", "-c", "ls -A /home /dev/shm"])?;

@@ -106,19 +106,16 @@ fn networks_of_its_own_are_in_the_way_of_a_start(platform: Platform) -> Result<(
             ensure!(refused.contains(NO_DIRECTORY), "{refused}");
             claims.saw("`start --checkpoint-dir`", Outcome::Broken(NO_DIRECTORY))?;
             let started = client.output(&["start", "--checkpoint", "first", "job"], "")?;
-            let outcome = match started.is_ok() {
-                true => {
-                    client.came_back()?;
-                    if network == "bridge" {
-                        client.does(&["exec", "job", "ip", "address", "show", "eth0"])?;
-                    }
-                    Outcome::Works
+            let outcome = if started.is_ok() {
+                client.came_back()?;
+                if network == "bridge" {
+                    client.does(&["exec", "job", "ip", "address", "show", "eth0"])?;
                 }
-                false => {
-                    let text = started.failed()?;
-                    ensure!(text.contains(NO_PROCESS), "{text}");
-                    Outcome::Broken(REPORTED)
-                }
+                Outcome::Works
+            } else {
+                let text = started.failed()?;
+                ensure!(text.contains(NO_PROCESS), "{text}");
+                Outcome::Broken(REPORTED)
             };
             claims.saw(&format!("{START}, `--network {network}`"), outcome)?;
             client.clears(&id, &["first"])?;

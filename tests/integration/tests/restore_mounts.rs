@@ -218,9 +218,10 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
         a.node().run(&["sh", "-ec", make])?;
         for gpu in [true, false] {
             let options = ["--runtime", FIRN, "--mount", CONFIG[0], "--mount", CONFIG[1]];
-            let source = match gpu {
-                true => Container::count_with(a, "job", &["0"], 1, &options, &[])?,
-                false => Container::beat(a, "job", &options, "")?,
+            let source = if gpu {
+                Container::count_with(a, "job", &["0"], 1, &options, &[])?
+            } else {
+                Container::beat(a, "job", &options, "")?
             };
             let write = |container: &Container<'_>| {
                 let script = "for file in /config/data/app.conf /app.conf; do

@@ -142,14 +142,15 @@ impl<'a> Counter<'a> {
     fn expect(&self, at: u64, iteration: u32) -> Result<(), CounterError> {
         let found = u32::from_ne_bytes(self.driver.read(self.address + at * ELEMENT as u64)?);
         let expected = pattern(at, self.iteration);
-        match found == expected {
-            true => Ok(()),
-            false => Err(CounterError::Element {
+        if found == expected {
+            Ok(())
+        } else {
+            Err(CounterError::Element {
                 iteration,
                 at,
                 found,
                 expected,
-            }),
+            })
         }
     }
 }

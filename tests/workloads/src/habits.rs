@@ -157,9 +157,10 @@ impl Semaphore {
         let (mode, value): (libc::mode_t, libc::c_uint) = (0o600, 0);
         // SAFETY: the name ends with a zero byte; with O_CREAT the call takes a mode and a value.
         let opened = unsafe { libc::sem_open(name.as_ptr(), libc::O_CREAT, mode, value) };
-        match opened == libc::SEM_FAILED {
-            true => Err(io::Error::last_os_error()),
-            false => Ok(Self(AtomicPtr::new(opened))),
+        if opened == libc::SEM_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Self(AtomicPtr::new(opened)))
         }
     }
 

@@ -56,9 +56,10 @@ fn main() -> Result<()> {
     loop {
         asked.wait()?;
         let sum = checksum(&regions)?;
-        let verdict = match sum == right {
-            true => format!("OK {sum}"),
-            false => format!("BAD {sum} is not {right}"),
+        let verdict = if sum == right {
+            format!("OK {sum}")
+        } else {
+            format!("BAD {sum} is not {right}")
         };
         add(&options.out, &verdict)?;
     }
@@ -85,9 +86,10 @@ fn on_each<I: Send, T: Send>(
 /// One mapping, written from its begin to its end.
 fn region(options: &Options, number: usize) -> Result<Vec<u64>> {
     let words = options.mib * MIB / REGIONS;
-    let mut region: Vec<u64> = match options.huge {
-        true => huge::with_capacity(words)?,
-        false => Vec::with_capacity(words),
+    let mut region: Vec<u64> = if options.huge {
+        huge::with_capacity(words)?
+    } else {
+        Vec::with_capacity(words)
     };
     let mut state = 0x9e37_79b9_7f4a_7c15_u64 ^ (number as u64 + 1);
     let fill = options.fill;

@@ -52,12 +52,11 @@ impl Shared {
             }
             let address = attach(id)?;
             write(address, &name);
-            all.push(match at < COUNT {
-                true => (name, At::Address(address)),
-                false => {
-                    detach(address);
-                    (name, At::Segment(id))
-                }
+            all.push(if at < COUNT {
+                (name, At::Address(address))
+            } else {
+                detach(address);
+                (name, At::Segment(id))
             });
             ids.push(u64::from(id.unsigned_abs()));
         }
@@ -83,13 +82,12 @@ impl Shared {
             let name = format!("memory file {at}");
             let file = File::from(memfd_create(c"words", MFdFlags::MFD_CLOEXEC)?);
             let address = map(&file, &name)?;
-            all.push(match at < COUNT {
-                true => (name, At::Address(address)),
-                false => {
-                    // SAFETY: nothing refers to the mapping.
-                    unsafe { libc::munmap(std::ptr::without_provenance_mut(address), SIZE) };
-                    (name, At::File(file))
-                }
+            all.push(if at < COUNT {
+                (name, At::Address(address))
+            } else {
+                // SAFETY: nothing refers to the mapping.
+                unsafe { libc::munmap(std::ptr::without_provenance_mut(address), SIZE) };
+                (name, At::File(file))
             });
         }
         Ok(Self(all))
@@ -172,8 +170,9 @@ fn map(file: &File, name: &str) -> io::Result<usize> {
 }
 
 fn mapped(address: *mut libc::c_void) -> io::Result<usize> {
-    match address == libc::MAP_FAILED {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(address.expose_provenance()),
+    if address == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(address.expose_provenance())
     }
 }

@@ -94,13 +94,14 @@ mod tests {
         for scratch in Scratch::all() {
             let allowed = scratch.cgroup.allow_in_unit(&reaper, &[], &new, LIMIT).await;
             let error = allowed.unwrap_err();
-            match scratch.cgroup.is_v1() {
-                true => assert!(matches!(error, CgroupError::UnitOfV1 { .. }), "{error:?}"),
+            if scratch.cgroup.is_v1() {
+                assert!(matches!(error, CgroupError::UnitOfV1 { .. }), "{error:?}")
+            } else {
                 // A host without systemd has no such program.
-                false => assert!(
+                assert!(
                     matches!(error, CgroupError::Unit { .. } | CgroupError::Systemctl(_)),
                     "{error:?}"
-                ),
+                )
             }
             let allowed = scratch.cgroup.allow_in_unit(&reaper, &new, &[], LIMIT).await;
             allowed.unwrap();

@@ -99,11 +99,12 @@ impl V1<'_> {
             let listed = listed(&list, change);
             (change.gained() & !listed).is_none() && (change.lost() & listed).is_none()
         };
-        match changes.iter().all(is_right) {
-            true => Ok(()),
-            false => Err(CgroupError::DeviceRules {
+        if changes.iter().all(is_right) {
+            Ok(())
+        } else {
+            Err(CgroupError::DeviceRules {
                 path: self.0.to_owned(),
-            }),
+            })
         }
     }
 
@@ -184,11 +185,12 @@ impl V2 {
 
     fn verify(&self, pairs: &[(OwnedFd, OwnedFd, u32)]) -> Result<(), CgroupError> {
         let (ids, _) = self.attached()?;
-        match pairs.iter().map(|(_, _, id)| *id).eq(ids) {
-            true => Ok(()),
-            false => Err(CgroupError::DeviceRules {
+        if pairs.iter().map(|(_, _, id)| *id).eq(ids) {
+            Ok(())
+        } else {
+            Err(CgroupError::DeviceRules {
                 path: self.path.clone(),
-            }),
+            })
         }
     }
 

@@ -266,9 +266,10 @@ impl Cgroup {
 
     /// This directory, if it is the container's own.
     fn own_dir(&self, dir: PathBuf) -> Result<PathBuf, CgroupError> {
-        match self.own_dirs()?.contains(&dir) {
-            true => Ok(dir),
-            false => Err(CgroupError::NotOwn { path: dir }),
+        if self.own_dirs()?.contains(&dir) {
+            Ok(dir)
+        } else {
+            Err(CgroupError::NotOwn { path: dir })
         }
     }
 

@@ -224,9 +224,10 @@ impl ContainerEffects<'_> {
         let pids = self.cgroup.pids()?;
         let parked = self.progress.parked.as_ref();
         let cuda = parked.map_or(&self.progress.cuda, |parked| &parked.processes);
-        match pids.len() > MOST_PIDS && !cuda.is_empty() {
-            true => Ok(cuda.iter().map(|process| process.pid).collect()),
-            false => Ok(pids),
+        if pids.len() > MOST_PIDS && !cuda.is_empty() {
+            Ok(cuda.iter().map(|process| process.pid).collect())
+        } else {
+            Ok(pids)
         }
     }
 

@@ -122,13 +122,16 @@ pub(super) async fn dump(
     bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
     let inside = image.inside();
     let call = request.call((&inside, &work.path), flags, true, Some(plugins), bounds);
-    let failed = |source: RuncError| match cancel.is_withdrawn() {
-        true => EffectError::stopped(cancel),
-        false => EffectError::Dump(DumpError::Failed {
-            cause: source.with_path(&inside, image.path()),
-            lines: Vec::new(),
-            log: container.bundle.join(KEPT_LOG),
-        }),
+    let failed = |source: RuncError| {
+        if cancel.is_withdrawn() {
+            EffectError::stopped(cancel)
+        } else {
+            EffectError::Dump(DumpError::Failed {
+                cause: source.with_path(&inside, image.path()),
+                lines: Vec::new(),
+                log: container.bundle.join(KEPT_LOG),
+            })
+        }
     };
     container.runc.checkpoint(call).await.map_err(failed)?;
     let image = image.clone();

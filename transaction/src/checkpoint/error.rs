@@ -159,9 +159,10 @@ pub enum EffectError {
 impl EffectError {
     /// Why a transaction that was stopped does not go on.
     pub(super) fn stopped(cancel: &CancellationToken) -> Self {
-        match cancel.is_cancelled() {
-            true => Self::Killed,
-            false => Self::Withdrawn,
+        if cancel.is_cancelled() {
+            Self::Killed
+        } else {
+            Self::Withdrawn
         }
     }
 }
@@ -368,9 +369,10 @@ fn is_final(error: &EffectError) -> bool {
 }
 
 fn suspended_code(error: &EffectError) -> &'static str {
-    match is_final(error) {
-        true => "FIRN-GPU-LOST",
-        false => "FIRN-GPU-SUSPENDED",
+    if is_final(error) {
+        "FIRN-GPU-LOST"
+    } else {
+        "FIRN-GPU-SUSPENDED"
     }
 }
 

@@ -385,9 +385,10 @@ impl Dump for World {
     async fn expect_frozen(&mut self) -> Result<(), Injected> {
         // Whoever finds threads that run stops them before anything else.
         self.criu_died |= !self.frozen;
-        match self.frozen {
-            true => self.call("expect_frozen"),
-            false => Err(Injected("expect_frozen")),
+        if self.frozen {
+            self.call("expect_frozen")
+        } else {
+            Err(Injected("expect_frozen"))
         }
     }
 

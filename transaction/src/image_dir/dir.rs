@@ -363,9 +363,12 @@ impl ImageDir {
         let cleared = match self.0.was {
             ImageWas::Filled => return,
             ImageWas::Empty => remove_entries(&open.inside()),
-            ImageWas::Absent => remove_entries(&open.inside()).and_then(|()| match self.is_there(open) {
-                true => fs::remove_dir(self.path()),
-                false => Ok(()),
+            ImageWas::Absent => remove_entries(&open.inside()).and_then(|()| {
+                if self.is_there(open) {
+                    fs::remove_dir(self.path())
+                } else {
+                    Ok(())
+                }
             }),
         };
         let cleared = cleared.unless_absent();
@@ -444,10 +447,11 @@ pub(super) fn close_to_others(dir: &File) -> io::Result<()> {
     }
     fchown(dir, Some(own_uid()), None)?;
     dir.set_permissions(Permissions::from_mode(0o700))?;
-    match is_open_to_others(&dir.metadata()?) {
-        false => Ok(()),
+    if is_open_to_others(&dir.metadata()?) {
         // The file system has no owners.
-        true => Err(ErrorKind::Unsupported.into()),
+        Err(ErrorKind::Unsupported.into())
+    } else {
+        Ok(())
     }
 }
 
@@ -464,9 +468,10 @@ pub(crate) fn is_containerds(path: &Path) -> bool {
 fn remove_entries(dir: &Path) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        let removed = match entry.file_type()?.is_dir() {
-            true => fs::remove_dir_all(entry.path()),
-            false => fs::remove_file(entry.path()),
+        let removed = if entry.file_type()?.is_dir() {
+            fs::remove_dir_all(entry.path())
+        } else {
+            fs::remove_file(entry.path())
         };
         // Its owner clears it too.
         removed.unless_absent()?;

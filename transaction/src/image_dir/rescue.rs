@@ -221,9 +221,10 @@ pub mod tests {
             let World {
                 image, client, kept, ..
             } = &world().await;
-            let rescued = match copied {
-                false => link(image, kept),
-                true => copy(image, kept, &AtomicBool::new(false)),
+            let rescued = if copied {
+                copy(image, kept, &AtomicBool::new(false))
+            } else {
+                link(image, kept)
             };
             rescued.unwrap();
             fs::remove_dir_all(client).unwrap();

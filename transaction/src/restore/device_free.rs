@@ -25,9 +25,10 @@ pub(super) fn give(
 ) -> Result<(), Refusal> {
     let grant = Grant::of_device_free(spec, inventory, &config.restore)?;
     if spec.author().owns_node() {
-        match grant.gpus.is_empty() {
-            true => edit::drop_nodes(spec)?,
-            false => drop(edit::replace_gpus(spec, &grant.gpus, &inventory.common_nodes)?),
+        if grant.gpus.is_empty() {
+            edit::drop_nodes(spec)?
+        } else {
+            drop(edit::replace_gpus(spec, &grant.gpus, &inventory.common_nodes)?)
         }
         edit::replace_released(spec, &dev_repair::other_gpus_of_host())?;
     }

@@ -137,25 +137,24 @@ impl Preparation<'_> {
         let plugin = plugin(manifest, &config)?;
         let stored = self.stored(&spec, manifest, &config, &hook).await?;
         let (bundle, reaper) = (self.bundle, self.reaper);
-        let inventory = match has_nvidia {
-            true => {
-                self.inventory(&worker, &config, device_free && spec.author().owns_node())
-                    .await?
-            }
-            false => Inventory::default(),
+        let inventory = if has_nvidia {
+            self.inventory(&worker, &config, device_free && spec.author().owns_node())
+                .await?
+        } else {
+            Inventory::default()
         };
-        let pairs = match device_free {
-            true => {
-                device_free::give(self.id, &mut spec, manifest, &inventory, &config, facts)?;
-                Vec::new()
-            }
-            false => self.assign(&mut spec, manifest, &inventory, &config, facts)?,
+        let pairs = if device_free {
+            device_free::give(self.id, &mut spec, manifest, &inventory, &config, facts)?;
+            Vec::new()
+        } else {
+            self.assign(&mut spec, manifest, &inventory, &config, facts)?
         };
         let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref())
             .with_plugins(config.criu.libs_dir.clone(), plugin)
-            .with_tcp(match manifest.dump.open_tcp {
-                true => Tcp::Keep,
-                false => Tcp::Refuse,
+            .with_tcp(if manifest.dump.open_tcp {
+                Tcp::Keep
+            } else {
+                Tcp::Refuse
             })
             .with_script(&hook);
         edit::strip_gpu_hooks(&mut spec)?;
@@ -329,9 +328,10 @@ impl Preparation<'_> {
 /// Refuses the image of a container that somebody else than a client of this node wants to have restored,
 /// unless the configuration permits it.
 fn expect_permitted(spec: &Spec) -> Result<(), Refusal> {
-    match spec.author().owns_node() || Config::load(Keys::CRI)?.restore.cri {
-        true => Ok(()),
-        false => Err(Refusal::Cri),
+    if spec.author().owns_node() || Config::load(Keys::CRI)?.restore.cri {
+        Ok(())
+    } else {
+        Err(Refusal::Cri)
     }
 }
 
@@ -360,11 +360,12 @@ pub async fn admit(
 
 /// firn's plugin for CRIU, if the image needs it.
 fn plugin(manifest: &Manifest, config: &Config) -> Result<Option<PathBuf>, Refusal> {
-    match manifest.inherited_gpus.is_empty() {
-        true => Ok(None),
-        false => find_criu_plugin(config.criu.libs_dir.as_deref())
+    if manifest.inherited_gpus.is_empty() {
+        Ok(None)
+    } else {
+        find_criu_plugin(config.criu.libs_dir.as_deref())
             .map(Some)
-            .ok_or(Refusal::NoPlugin),
+            .ok_or(Refusal::NoPlugin)
     }
 }
 

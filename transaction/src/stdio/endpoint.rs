@@ -73,9 +73,10 @@ pub(super) enum Input {
 impl Input {
     pub(super) fn open(path: &Path) -> Result<Self, Error> {
         let open = || {
-            Ok(match std::fs::metadata(path)?.file_type().is_fifo() {
-                true => Self::Fifo(Fifo(path.to_owned())),
-                false => Self::Direct(File::open(path)?.into()),
+            Ok(if std::fs::metadata(path)?.file_type().is_fifo() {
+                Self::Fifo(Fifo(path.to_owned()))
+            } else {
+                Self::Direct(File::open(path)?.into())
             })
         };
         open().map_err(cannot_open(path, Stream::Stdin))

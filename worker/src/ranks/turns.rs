@@ -87,15 +87,15 @@ impl Turns {
         let was_ahead = !returned.released;
         self.rest_from = now;
         let running = |(_, rank): &(usize, &Rank)| rank.released && rank.at == At::Pending;
-        match was_ahead || !is_locked {
-            true => self
-                .ranks
+        if was_ahead || !is_locked {
+            self.ranks
                 .iter()
                 .enumerate()
                 .filter(running)
                 .map(|(place, _)| place)
-                .collect(),
-            false => Vec::new(),
+                .collect()
+        } else {
+            Vec::new()
         }
     }
 

@@ -55,9 +55,10 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         Some(root) => Census::of(root)?,
         None => Census::of(&workspace()?)?,
     };
-    match cmd.json {
-        true => println!("{:#}", census.json()),
-        false => census.print(),
+    if cmd.json {
+        println!("{:#}", census.json())
+    } else {
+        census.print()
     }
     Ok(ExitCode::SUCCESS)
 }

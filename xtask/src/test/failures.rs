@@ -74,12 +74,11 @@ fn apart(lines: &[&str]) -> Vec<String> {
     let shared = |at: usize| shared.get(at).copied().unwrap_or_default();
     let each = lines.iter().enumerate().map(|(at, line)| {
         let most = shared(at).max(at.checked_sub(1).map_or(0, shared));
-        match most > 2 * LEFT {
-            true => {
-                let rest: String = line.chars().skip(1 + most - LEFT).collect();
-                format!("{}..{rest}", &line[..1])
-            }
-            false => (*line).to_owned(),
+        if most > 2 * LEFT {
+            let rest: String = line.chars().skip(1 + most - LEFT).collect();
+            format!("{}..{rest}", &line[..1])
+        } else {
+            (*line).to_owned()
         }
     });
     each.collect()

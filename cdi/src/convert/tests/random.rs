@@ -47,13 +47,15 @@ fn any_edits(dice: &mut Dice) -> Value {
         hook("createContainer", "/usr/bin/sh"),
         hook("prestart", "/usr/bin/nvidia-cdi-hook"),
     ];
-    let nodes = match dice.coin() {
-        true => dice.some(&nodes[..4]),
-        false => dice.some(&nodes),
+    let nodes = if dice.coin() {
+        dice.some(&nodes[..4])
+    } else {
+        dice.some(&nodes)
     };
-    let (mounts, hooks) = match dice.coin() {
-        true => (dice.some(&mounts[..2]), dice.some(&hooks[..1])),
-        false => (dice.some(&mounts), dice.some(&hooks)),
+    let (mounts, hooks) = if dice.coin() {
+        (dice.some(&mounts[..2]), dice.some(&hooks[..1]))
+    } else {
+        (dice.some(&mounts), dice.some(&hooks))
     };
     let mut edits = json!({"env": ["A=b"], "deviceNodes": nodes, "mounts": mounts, "hooks": hooks});
     if dice.roll(8) == 0 {
@@ -80,9 +82,12 @@ fn any_case(dice: &mut Dice) -> Case {
         file(kind, "0", edits, common)
     });
     let files = files.collect();
-    let names = |dice: &mut Dice| match dice.coin() {
-        true => NAMES[dice.roll(4)].to_owned(),
-        false => dice.some(&NAMES).join(","),
+    let names = |dice: &mut Dice| {
+        if dice.coin() {
+            NAMES[dice.roll(4)].to_owned()
+        } else {
+            dice.some(&NAMES).join(",")
+        }
     };
     let control = json!({"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255});
     let mut spec = json!({"linux": {"devices": dice.some(&[gpu(0), control])}});

@@ -88,9 +88,10 @@ fn a_file_is_as_before_once_the_handler_is_removed() {
     for before in ["version = 3\n", "# comment\nversion = 3", "version = 2\n\n\n"] {
         let configuration = of(dir.path(), before);
         let wanted = configuration.wanted(Path::new("/usr/local"), &toml::Table::new());
-        let joined = match before.ends_with('\n') {
-            true => String::new(),
-            false => format!("\n{BEGIN}{JOINED}"),
+        let joined = if before.ends_with('\n') {
+            String::new()
+        } else {
+            format!("\n{BEGIN}{JOINED}")
         };
         let begin = if joined.is_empty() { BEGIN } else { &joined };
         let after = format!("{before}{begin}{wanted}{END}");

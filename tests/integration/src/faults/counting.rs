@@ -92,9 +92,10 @@ impl Counting {
     }
 
     fn reached(&self) -> u64 {
-        match self.last.len() < self.counters {
-            true => 0,
-            false => self.last.values().copied().min().unwrap_or(0),
+        if self.last.len() < self.counters {
+            0
+        } else {
+            self.last.values().copied().min().unwrap_or(0)
         }
     }
 

@@ -110,9 +110,10 @@ fn judge(
                 Flow::Pause => Place::Parked(0),
                 flow => Place::On(target(flow)),
             };
-            match happened.has_killed(Victim::Containerd) {
-                true => job.is_at_untold(place)?,
-                false => job.is_at(place)?,
+            if happened.has_killed(Victim::Containerd) {
+                job.is_at_untold(place)?
+            } else {
+                job.is_at(place)?
             }
             return Ok(match case.flow {
                 Flow::Pause => Outcome::Parked,

@@ -232,6 +232,13 @@ impl Case {
             return self.why_not_at_hook();
         }
         let restores = self.flow == Flow::Restore;
+        let in_criu = |why: Option<Why>| {
+            if phase.runs_criu() {
+                why
+            } else {
+                Some(Why::NoRuntime)
+            }
+        };
         match fault {
             Fault::DriverError(often) | Fault::DriverHang(often) | Fault::WorkerCrash(often) => {
                 // For ever only where there is a second try; a restore has none.
@@ -254,33 +261,25 @@ impl Case {
                 other.then_some(Why::OnceIsEnough)
             }
             Fault::Mknod => (phase != Phase::DevRepair).then_some(Why::NoNode),
-            Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => {
-                (!phase.runs_criu()).then_some(Why::NoRuntime)
-            }
+            Fault::RuncError(_) | Fault::RuncHang(_) | Fault::RuncKill(_) | Fault::CriuError => in_criu(None),
             // The journal is open in it.
             Fault::ReadOnly(Disk::Bundle) if restores && phase.runs_criu() => Some(Why::NoDevice),
-            Fault::NoSpace(disk) | Fault::ReadOnly(disk) => match phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (restores && disk == Disk::Image).then_some(Why::OnlyRead),
-            },
-            Fault::Io(disk) => match phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true if disk == Disk::Bundle || (restores && disk == Disk::Work) => Some(Why::NoDevice),
-                true => None,
-            },
+            Fault::NoSpace(disk) | Fault::ReadOnly(disk) => {
+                in_criu((restores && disk == Disk::Image).then_some(Why::OnlyRead))
+            }
+            Fault::Io(disk) => {
+                let has_none = disk == Disk::Bundle || (restores && disk == Disk::Work);
+                in_criu(has_none.then_some(Why::NoDevice))
+            }
             Fault::NoSpaceForManifest | Fault::Thawed => (phase != Phase::CriuDump).then_some(Why::NoRuntime),
             Fault::CriuErrorAt(moment)
             | Fault::CriuHangAt(moment)
             | Fault::CriuKillAt(moment)
             | Fault::RuncKillAt(moment)
-            | Fault::RuncHangAt(moment) => match phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (moment.flow() != self.flow).then_some(Why::NotItsMoment),
-            },
-            Fault::CriuFault(number) => match phase.runs_criu() {
-                false => Some(Why::NoRuntime),
-                true => (!CRIU_FAULTS.contains(&(number, self.flow))).then_some(Why::NotItsMoment),
-            },
+            | Fault::RuncHangAt(moment) => in_criu((moment.flow() != self.flow).then_some(Why::NotItsMoment)),
+            Fault::CriuFault(number) => {
+                in_criu((!CRIU_FAULTS.contains(&(number, self.flow))).then_some(Why::NotItsMoment))
+            }
         }
     }
 }

@@ -117,13 +117,14 @@ impl Testbed {
     /// Writes firn's configuration, with short deadlines where something hangs.
     pub(super) fn configure(&self, hangs: bool) -> Result<()> {
         let deadlines = if hangs { SHORT } else { "" };
-        let store = match self.subject.stored {
-            true => format!(
+        let store = if self.subject.stored {
+            format!(
                 "[images]\nstore = \"{}\"\nbulk = \"store\"\n[hook]\npath = \"{}\"\n",
                 disk::STORE,
                 inject::HOOK_PATH
-            ),
-            false => String::new(),
+            )
+        } else {
+            String::new()
         };
         self.host.configure(&format!("{store}{CONFIG}{deadlines}"))
     }
@@ -170,9 +171,10 @@ impl Testbed {
 
     /// The same, with more options of `ctr run`.
     pub(super) fn start_with(&self, more: &[&str]) -> Result<Job<'_>> {
-        let hooks: &[&str] = match self.subject.has_hooks() {
-            true => &NAMES_HOOKS,
-            false => &[],
+        let hooks: &[&str] = if self.subject.has_hooks() {
+            &NAMES_HOOKS
+        } else {
+            &[]
         };
         let options = [&["--runtime", self.runtime][..], &SHARES_NOTHING, hooks, more].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
@@ -288,12 +290,11 @@ impl Testbed {
         let (mut left, mut since) = (Vec::new(), None);
         let waited = wait_for("the node to come to rest", QUIET, || {
             left = self.at_work();
-            match left.is_empty() {
-                true => Ok((since.get_or_insert_with(Instant::now).elapsed() > REST).then_some(())),
-                false => {
-                    since = None;
-                    Ok(None)
-                }
+            if left.is_empty() {
+                Ok((since.get_or_insert_with(Instant::now).elapsed() > REST).then_some(()))
+            } else {
+                since = None;
+                Ok(None)
             }
         });
         ensure!(waited.is_ok(), "still at work: {left:?}");
@@ -348,18 +349,20 @@ impl<'t> Job<'t> {
     pub(super) fn freezer(&self) -> Result<From> {
         let host = &self.testbed.host;
         let v2 = host.node().record().cgroup == CgroupMode::V2;
-        let (file, frozen) = match v2 {
-            true => ("cgroup.events", "frozen 1"),
-            false => ("freezer.state", "FROZEN"),
+        let (file, frozen) = if v2 {
+            ("cgroup.events", "frozen 1")
+        } else {
+            ("freezer.state", "FROZEN")
         };
         let cgroups = host.node().remnants(ID)?.cgroups;
         let state = cgroups
             .iter()
             .find_map(|cgroup| std::fs::read_to_string(cgroup.join(file)).ok());
         let state = state.with_context(|| format!("no {file} in {cgroups:?}"))?;
-        match state.lines().any(|line| line == frozen) {
-            true => Ok(From::Paused),
-            false => Ok(From::Running),
+        if state.lines().any(|line| line == frozen) {
+            Ok(From::Paused)
+        } else {
+            Ok(From::Running)
         }
     }
 
@@ -472,9 +475,10 @@ impl Call {
                 if let Some(mut stderr) = child.stderr.take() {
                     std::io::Read::read_to_string(&mut stderr, &mut output)?;
                 }
-                match child.wait()?.success() {
-                    true => Ok(Ok(())),
-                    false => Ok(Err(output.trim().to_owned())),
+                if child.wait()?.success() {
+                    Ok(Ok(()))
+                } else {
+                    Ok(Err(output.trim().to_owned()))
                 }
             }
         }

@@ -26,9 +26,10 @@ fn image(tag: &str, shim: &Path) -> Result<Image> {
         .command(&[]);
     let image = image.program(built.program("firn"), "/firn");
     Ok(PROGRAMS.into_iter().fold(image, |image, name| {
-        let file = match name == PROGRAMS[0] {
-            true => shim.to_owned(),
-            false => built.program(name),
+        let file = if name == PROGRAMS[0] {
+            shim.to_owned()
+        } else {
+            built.program(name)
         };
         image.program(file, format!("/release/{name}"))
     }))
@@ -165,9 +166,10 @@ fn goes(cluster: &Cluster, pod: &Value) -> Result<()> {
     for member in cluster.members() {
         labelled(cluster, member, RUNTIME, None)?;
         labelled(cluster, member, "firn.dev/version", None)?;
-        match pod["spec"]["nodeName"] == member.name() {
-            true => agent_prints(cluster, member, "FIRN-INSTALL-IN-USE")?,
-            false => agent_prints(cluster, member, "firn is removed")?,
+        if pod["spec"]["nodeName"] == member.name() {
+            agent_prints(cluster, member, "FIRN-INSTALL-IN-USE")?
+        } else {
+            agent_prints(cluster, member, "firn is removed")?
         }
     }
     answers(cluster, pod, reached + 2)?;

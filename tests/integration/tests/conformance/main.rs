@@ -185,9 +185,10 @@ fn main() -> ExitCode {
         }
     }
     let conclusion = matrix::run_trials(trials);
-    match flaky_trials.report() {
-        true => conclusion.exit_code(),
-        false => ExitCode::FAILURE,
+    if flaky_trials.report() {
+        conclusion.exit_code()
+    } else {
+        ExitCode::FAILURE
     }
 }
 

@@ -193,9 +193,10 @@ impl Place<'_> {
     /// `shim` is given, that one.
     fn start_under(&self, id: &str, kind: Shim, shim: Option<u32>) -> Result<(Container<'_>, u32)> {
         let annotation = format!("io.containerd.runc.v2.group={}", &id[..1]);
-        let options: &[&str] = match id.starts_with('u') {
-            true => &[],
-            false => &["--annotation", &annotation],
+        let options: &[&str] = if id.starts_with('u') {
+            &[]
+        } else {
+            &["--annotation", &annotation]
         };
         let container = self.start(id, options, LIVE)?;
         self.has_file(id, "trapped")?;

@@ -146,9 +146,10 @@ fn every_damage(job: &Job<'_>, image: &str, dir: &Path, other: &Path) -> Result<
             let damaged = damage(&file, &other.join(name))?;
             if damaged {
                 cases += 1;
-                match is_memory(&file, &kept)? {
-                    true => job.refused_at_start(image, codes),
-                    false => job.refused(image, codes).map(drop),
+                if is_memory(&file, &kept)? {
+                    job.refused_at_start(image, codes)
+                } else {
+                    job.refused(image, codes).map(drop)
                 }
                 .with_context(|| format!("{name}: {what}"))?;
             }

@@ -365,9 +365,10 @@ pub fn what_containerd_starts_is_seen_through_its_configuration(platform: Platfo
         const CONFIG: &str = "/etc/containerd/config.toml";
         host.serve_kubernetes()?;
         run(host, &format!("cp {CONFIG} /srv/config.toml; mkdir -p /srv/more"))?;
-        let plugin = match host.suite().ctr_knows_cdi() {
-            true => "io.containerd.cri.v1.runtime",
-            false => "io.containerd.grpc.v1.cri",
+        let plugin = if host.suite().ctr_knows_cdi() {
+            "io.containerd.cri.v1.runtime"
+        } else {
+            "io.containerd.grpc.v1.cri"
         };
         let version = if host.suite().ctr_knows_cdi() { 3 } else { 2 };
         let handler = |path: &str| {

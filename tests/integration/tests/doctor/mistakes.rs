@@ -46,21 +46,17 @@ pub fn a_mistake_fails_what_goes_by_it_and_no_start(platform: Platform) -> Resul
             if ended.status.success() {
                 host.remove_image("checkpoint/job")?;
             }
-            match refuses_restore {
-                true => {
-                    let error =
-                        failure(Container::restore(host, "source", "checkpoint/source", 1).map(drop))?;
-                    ensure!(
-                        error.contains("FIRN-CONFIG-INVALID") && error.contains("firn config check"),
-                        "restore with {text:?}: {error}"
-                    );
-                    Container::known(host, "source").forget()?;
-                }
-                false => {
-                    let (copy, _) = Container::restore(host, "source", "checkpoint/source", 1)?;
-                    copy.goes_on(1)?;
-                    copy.remove()?;
-                }
+            if *refuses_restore {
+                let error = failure(Container::restore(host, "source", "checkpoint/source", 1).map(drop))?;
+                ensure!(
+                    error.contains("FIRN-CONFIG-INVALID") && error.contains("firn config check"),
+                    "restore with {text:?}: {error}"
+                );
+                Container::known(host, "source").forget()?;
+            } else {
+                let (copy, _) = Container::restore(host, "source", "checkpoint/source", 1)?;
+                copy.goes_on(1)?;
+                copy.remove()?;
             }
         }
         host.configure("")?;

@@ -409,9 +409,10 @@ fn pair(platform: Platform, name: &str) -> Result<[GpuHost; 2]> {
 
 /// Skips the trial where the test program runs without its repository.
 fn needs_pages() -> Result<()> {
-    match root().join("README.md").is_file() {
-        true => Ok(()),
-        false => Err(Skip::new("the pages are not on this machine").into()),
+    if root().join("README.md").is_file() {
+        Ok(())
+    } else {
+        Err(Skip::new("the pages are not on this machine").into())
     }
 }
 

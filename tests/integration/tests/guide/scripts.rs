@@ -129,9 +129,10 @@ fn files(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
-        match path.is_dir() {
-            true => found.extend(files(&path)?),
-            false => found.push(path),
+        if path.is_dir() {
+            found.extend(files(&path)?)
+        } else {
+            found.push(path)
         }
     }
     Ok(found)

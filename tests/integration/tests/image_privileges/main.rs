@@ -116,12 +116,11 @@ fn sign(dir: &Path) -> Result<()> {
         let file = dir.join(&name);
         let is_file = file.metadata()?.is_file();
         let bytes = if is_file { fs::read(file)? } else { Vec::new() };
-        images.push(match bytes.len() < 1 << 20 {
-            true => json!({ "name": name, "size": bytes.len(), "sha256": sum(&bytes) }),
-            false => {
-                let sum = blake3::hash(&bytes).to_string();
-                json!({ "name": name, "size": bytes.len(), "blake3": sum })
-            }
+        images.push(if bytes.len() < 1 << 20 {
+            json!({ "name": name, "size": bytes.len(), "sha256": sum(&bytes) })
+        } else {
+            let sum = blake3::hash(&bytes).to_string();
+            json!({ "name": name, "size": bytes.len(), "blake3": sum })
         });
     }
     let body = manifest["body"].take().to_string();
@@ -204,9 +203,10 @@ fn by_stock(host: &GpuHost, case: &Case) -> Result<Option<String>> {
         }
     }
     let left = |process: &firn_node::Process| process.args.iter().any(|argument| argument == COUNT);
-    match host.node().processes().iter().any(left) {
-        true => Ok(None),
-        false => Ok(Some(seen)),
+    if host.node().processes().iter().any(left) {
+        Ok(None)
+    } else {
+        Ok(Some(seen))
     }
 }
 
@@ -312,9 +312,10 @@ fn gained(host: &GpuHost) -> Result<String> {
     if foreign > 0 {
         seen.push(format!("{foreign} descriptors of others"));
     }
-    Ok(match seen.is_empty() {
-        true => "restored, nothing gained".to_owned(),
-        false => format!("restored with {}", seen.join(", ")),
+    Ok(if seen.is_empty() {
+        "restored, nothing gained".to_owned()
+    } else {
+        format!("restored with {}", seen.join(", "))
     })
 }
 

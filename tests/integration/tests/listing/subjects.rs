@@ -50,9 +50,10 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
             let audit = host.firn(&["audit", to])?;
             ensure!(audit["verdict"] == "can", "{to}: {audit}");
             let (_, planned) = host.firn_shows(&["plan", to])?;
-            match is_dir {
-                true => ensure!(planned["failure"]["code"] == "FIRN-NO-SPEC", "{planned}"),
-                false => ensure!(planned["map"][0]["new"] == *gpus[0], "{to}: {planned}"),
+            if is_dir {
+                ensure!(planned["failure"]["code"] == "FIRN-NO-SPEC", "{planned}")
+            } else {
+                ensure!(planned["map"][0]["new"] == *gpus[0], "{to}: {planned}")
             }
         }
         // The container itself.

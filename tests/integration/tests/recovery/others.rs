@@ -46,10 +46,7 @@ fn left_alone(host: &GpuHost) -> Result<()> {
 /// GPU, and goes on when it is resumed.
 fn criu_killed(host: &GpuHost) -> Result<()> {
     for gpu in [true, false] {
-        let job = match gpu {
-            true => count(host)?,
-            false => idle_loop(host)?,
-        };
+        let job = if gpu { count(host)? } else { idle_loop(host)? };
         job.task(&["pause"])?;
         let stop = Stop::Criu("post-dump");
         // What is no GPU container has no configuration of CRIU's by firn and reads the same file.

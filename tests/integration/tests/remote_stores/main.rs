@@ -161,9 +161,10 @@ impl Lab {
 fn walk(root: &Path, dir: &Path, found: &mut BTreeSet<String>) -> Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
-        match path.is_dir() {
-            true => walk(root, &path, found)?,
-            false => drop(found.insert(path.strip_prefix(root)?.display().to_string())),
+        if path.is_dir() {
+            walk(root, &path, found)?
+        } else {
+            drop(found.insert(path.strip_prefix(root)?.display().to_string()))
         }
     }
     Ok(())

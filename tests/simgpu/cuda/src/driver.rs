@@ -89,9 +89,10 @@ pub(crate) fn start() -> Result<(), Error> {
             std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),
         );
     }
-    match process.ordinals.is_empty() {
-        true => Err(Error::NO_DEVICE),
-        false => Ok(()),
+    if process.ordinals.is_empty() {
+        Err(Error::NO_DEVICE)
+    } else {
+        Ok(())
     }
 }
 

@@ -89,9 +89,12 @@ impl Service {
         let deadline = (timeout_ms > 0).then(|| Instant::now() + timeout);
         // From here on it stays, also when its caller is killed, until it succeeds or its time is over: so
         // seen on an H100.
-        let give_up = || match deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            true => Err(Error::NOT_READY),
-            false => Ok(()),
+        let give_up = || {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                Err(Error::NOT_READY)
+            } else {
+                Ok(())
+            }
         };
         driver.gate.close(|| driver.waits.is_empty(), give_up)?;
         driver.process().state = State::Locked;

@@ -30,9 +30,10 @@ impl ContainerEffects<'_> {
         }
         let spec = Spec::load(&self.container.bundle)?;
         // Only NVIDIA's driver is asked, and a node without it need not have one.
-        let inventory = match self.container.traits.has_nvidia() {
-            true => self.gpu.inventory().await?,
-            false => Inventory::default(),
+        let inventory = if self.container.traits.has_nvidia() {
+            self.gpu.inventory().await?
+        } else {
+            Inventory::default()
         };
         let node = check_node(&inventory, Some(&spec)).accepted()?;
         let uuids: Vec<_> = node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
@@ -46,9 +47,10 @@ impl ContainerEffects<'_> {
         assertions.external_unix =
             dump.external_unix_sockets || criu.is_some_and(CriuConfig::users_external_unix);
         dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
-        let versions = match self.is_dump() {
-            true => self.versions().await,
-            false => Versions::default(),
+        let versions = if self.is_dump() {
+            self.versions().await
+        } else {
+            Versions::default()
         };
         Ok(Source {
             store: self.store_for(&spec)?,
@@ -160,11 +162,12 @@ impl ContainerEffects<'_> {
         let mut gpu_memory = 0;
         if !pids.is_empty() && self.progress.parked.is_none() {
             let known = unless_cancelled(&self.cancel, self.gpu.memory(&pids)).await?;
-            gpu_memory = match known.is_empty() {
+            gpu_memory = if known.is_empty() {
                 // On some virtual machines NVML reports no memory per process: then all that is in use on the
                 // GPUs counts.
-                true => in_use,
-                false => known.values().copied().fold(0, u64::saturating_add),
+                in_use
+            } else {
+                known.values().copied().fold(0, u64::saturating_add)
             };
         }
         let bundle = &self.container.bundle;

@@ -28,9 +28,12 @@ pub(super) fn place(link: &Path, sandbox: &str) -> Result<PathBuf, NameError> {
     if !is_its {
         return Err(NameError::NoPod);
     }
-    fs::read_link(link).map_err(|error| match error.is_absent() {
-        true => NameError::NoPod,
-        false => unreadable(&error),
+    fs::read_link(link).map_err(|error| {
+        if error.is_absent() {
+            NameError::NoPod
+        } else {
+            unreadable(&error)
+        }
     })
 }
 

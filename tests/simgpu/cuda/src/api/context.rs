@@ -177,9 +177,10 @@ extern "C" fn cuCtxEnablePeerAccess(peer: Handle, _flags: u32) -> i32 {
         let entered = driver::enter()?;
         let mut process = entered.process();
         let pair = peers(&process, peer)?;
-        match process.peers.insert(pair) {
-            true => Ok(()),
-            false => Err(Error::PEER_ACCESS_ALREADY_ENABLED),
+        if process.peers.insert(pair) {
+            Ok(())
+        } else {
+            Err(Error::PEER_ACCESS_ALREADY_ENABLED)
         }
     })
 }
@@ -190,9 +191,10 @@ extern "C" fn cuCtxDisablePeerAccess(peer: Handle) -> i32 {
         let entered = driver::enter()?;
         let mut process = entered.process();
         let pair = peers(&process, peer)?;
-        match process.peers.remove(&pair) {
-            true => Ok(()),
-            false => Err(Error::PEER_ACCESS_NOT_ENABLED),
+        if process.peers.remove(&pair) {
+            Ok(())
+        } else {
+            Err(Error::PEER_ACCESS_NOT_ENABLED)
         }
     })
 }
@@ -205,9 +207,10 @@ fn peers(process: &Process, peer: Handle) -> Result<(usize, usize), Error> {
         .get(&peer.addr())
         .ok_or(Error::INVALID_CONTEXT)?
         .gpu;
-    match accessing == accessed {
-        true => Err(Error::INVALID_DEVICE),
-        false => Ok((accessing, accessed)),
+    if accessing == accessed {
+        Err(Error::INVALID_DEVICE)
+    } else {
+        Ok((accessing, accessed))
     }
 }
 
