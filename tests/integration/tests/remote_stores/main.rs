@@ -164,7 +164,7 @@ fn walk(root: &Path, dir: &Path, found: &mut BTreeSet<String>) -> Result<()> {
         if path.is_dir() {
             walk(root, &path, found)?
         } else {
-            drop(found.insert(path.strip_prefix(root)?.display().to_string()))
+            found.insert(path.strip_prefix(root)?.display().to_string());
         }
     }
     Ok(())
