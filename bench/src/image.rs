@@ -1,6 +1,6 @@
 //! `cargo xtask bench image`: checkpoints and restores of memory under either shim.
 //!
-//! One program holds the memory and verifies a checksum over all of it, in the original that goes on and in
+//! One program holds the memory and verifies a checksum over all of it, in the original that continues and in
 //! the copy: any other verdict than OK fails the benchmark. Under firn its container is granted a simulated
 //! GPU, because firn copies the memory of such containers alone; the program has no GPU state. What is
 //! compared is the copy of the same memory.

@@ -58,7 +58,8 @@ pub async fn list<E>(
     Ok(is_whole.then_some(all))
 }
 
-/// Calls `visit` with each entry as long as it returns true. Returns whether the archive goes on to its end.
+/// Calls `visit` with each entry as long as it returns true. Returns whether the archive continues to its
+/// end.
 async fn each<E>(
     size: u64,
     mut read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,

@@ -169,13 +169,13 @@ pub struct AuditArgs {
 /// Moves pods with the RuntimeClass firn and GPUs, whose controller makes them again elsewhere and whose
 /// annotation firn.dev/restore-from names a checkpoint that is not there yet. Names first what cannot be
 /// moved, and then touches nothing. Else cordons the node, lets the kubelet checkpoint each job, copies the
-/// checkpoint to the other nodes, evicts the pod, waits until the pod in its place goes on, and removes the
+/// checkpoint to the other nodes, evicts the pod, waits until the pod in its place continues, and removes the
 /// checkpoint. What a job does between its checkpoint and its end is done again. Other pods stay: see
 /// `kubectl drain`. Calls kubectl, and needs firn's agents on the nodes (config/kubernetes/agents.yaml).
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn drain gpu-7 --dry-run\n  firn drain gpu-7 --to gpu-8\n\n\
-                  Exit status: 0 all jobs go on elsewhere (with --dry-run: can be moved), 1 one was not \
+                  Exit status: 0 all jobs continue elsewhere (with --dry-run: can be moved), 1 one was not \
                   moved, or nothing was touched, 2 wrong usage."
 )]
 pub struct DrainArgs {
@@ -191,7 +191,7 @@ pub struct DrainArgs {
     /// Only show what can be moved.
     #[arg(long)]
     pub dry_run: bool,
-    /// How long a checkpoint may take, and how long the pod in its place may take to go on.
+    /// How long a checkpoint may take, and how long the pod in its place may take to continue.
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
     /// Context of kubectl's configuration.
@@ -237,7 +237,7 @@ pub struct PlanArgs {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn resume train\n  firn resume train --gpus 1 --busy wait\n\n\
-                  Exit status: 0 the container goes on, 1 it does not, 2 wrong usage."
+                  Exit status: 0 the container continues, 1 it does not, 2 wrong usage."
 )]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -251,7 +251,7 @@ pub struct ResumeArgs {
 /// Move a running container to other GPUs of this node.
 ///
 /// Its GPU memory goes through host memory. Its processes, files and connections stay. If the other GPUs
-/// cannot take it, it goes on with its own.
+/// cannot take it, it continues with its own.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn move-gpu train --gpus 1\n  firn move-gpu ranks --gpus 2,3\n\n\

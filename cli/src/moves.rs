@@ -1,4 +1,4 @@
-//! `firn resume` and `firn move-gpu`: a container goes on, on its own GPUs or on others of the node.
+//! `firn resume` and `firn move-gpu`: a container continues, on its own GPUs or on others of the node.
 //!
 //! The shim does it. containerd hands the annotations of an update to the shim; its Resume has no arguments.
 
@@ -20,7 +20,7 @@ use crate::text;
 /// How often a person sees that it is still under way.
 const PROGRESS: Duration = Duration::from_secs(2);
 
-/// Why a container does not go on, or was not moved.
+/// Why a container does not continue, or was not moved.
 #[derive(Debug, thiserror::Error, Problem)]
 enum MoveError {
     #[error("there is no task of container {id} in namespace {namespace}")]
@@ -37,7 +37,7 @@ enum MoveError {
     Call(#[from] CallError),
 }
 
-/// A container that goes on.
+/// A container that continues.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct GoesOn<'a> {
@@ -76,7 +76,7 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
                     ms: text::ms(took),
                 })?
             } else {
-                line!("{id} goes on, after {:.1} s", took.as_secs_f64())
+                line!("{id} continues, after {:.1} s", took.as_secs_f64())
             }
             Ok(true)
         }
@@ -84,7 +84,8 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
     }
 }
 
-/// Why it does not go on, for a person: the shim's error, which has its own code and remedy, or one of ours.
+/// Why it does not continue, for a person: the shim's error, which has its own code and remedy, or one of
+/// ours.
 type Failure = String;
 
 /// Waits for a call. A person sees from time to time what it does.

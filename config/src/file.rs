@@ -99,8 +99,8 @@ sections! {
         pub gpu_restore: Duration = Duration::from_secs(600),
         /// The driver's unlock of all processes.
         pub gpu_unlock: Duration = Duration::from_secs(10),
-        /// What a rollback waits for the driver to end what it has begun: it goes on with a copy whose caller
-        /// was cut off.
+        /// What a rollback waits for the driver to end what it has begun: it continues with a copy whose
+        /// caller was cut off.
         pub rollback: Duration = Duration::from_secs(600),
         /// The end of a container that is killed, or was to end with its checkpoint: the kernel frees its
         /// memory.

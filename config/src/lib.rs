@@ -2,7 +2,8 @@
 //!
 //! The file is optional: a key that it lacks has a default, and `config/config.toml` as shipped spells all
 //! defaults out. An unknown key or a value of the wrong shape fails the operations that go by it, because the
-//! operator believes that it is in force. Others go on, and so does the start of a container: that is logged.
+//! operator believes that it is in force. Others continue, and so does the start of a container: that is
+//! logged.
 //!
 //! This crate knows nothing of GPUs, specs or the shim. It never writes.
 #![forbid(unsafe_code)]

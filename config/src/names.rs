@@ -152,7 +152,7 @@ pub const HUGE_PAGES: &str = "/run/firn/huge-pages";
 /// Annotation: what is called in the container when its checkpoint begins.
 pub const ANNOTATION_HOOK_PREPARE: &str = "firn.dev/hook-prepare";
 
-/// Annotation: what is called in the container when it goes on after its checkpoint.
+/// Annotation: what is called in the container when it continues after its checkpoint.
 pub const ANNOTATION_HOOK_RESUMED: &str = "firn.dev/hook-resumed";
 
 /// Annotation: what is called in a restored container.

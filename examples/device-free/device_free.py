@@ -1,4 +1,4 @@
-"""A small runtime whose state can leave every device: it goes on by CUDA, or on the CPU where there is no GPU.
+"""A small runtime whose state can leave every device: it continues by CUDA, or on the CPU where there is no GPU.
 
     device_free.py run          the job: `step=12 value=1a2b3c4d device=GPU-...` for each step, `device=cpu` without a GPU
     device_free.py release      for the hook prepare: returns when the job holds no device any more

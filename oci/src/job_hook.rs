@@ -27,11 +27,11 @@ use crate::{Spec, SpecError};
 pub enum JobHook {
     /// A checkpoint begins; nothing is inspected or locked yet.
     Prepare,
-    /// The source goes on after its checkpoint.
+    /// The source continues after its checkpoint.
     Resumed,
     /// The restored container's processes run.
     Restored,
-    /// The source goes on after a checkpoint that failed.
+    /// The source continues after a checkpoint that failed.
     Failed,
 }
 

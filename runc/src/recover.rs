@@ -65,7 +65,7 @@ async fn restored(
     Ok(())
 }
 
-/// Lets the container of a checkpoint go on, unless it is to end.
+/// Lets the container of a checkpoint continue, unless it is to end.
 async fn checkpointed(
     line: &CommandLine,
     id: &str,

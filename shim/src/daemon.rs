@@ -28,7 +28,7 @@ pub(crate) mod images;
 const VERSION_LIMIT: Duration = Duration::from_millis(500);
 const VERSION: &str = "/containerd.services.version.v1.Version/Version";
 /// How long it may take to send the metadata of a container, or to take them. Without them the container
-/// starts and goes on, too.
+/// starts and continues, too.
 const METADATA_LIMIT: Duration = Duration::from_secs(2);
 const CONTAINER: &str = "/containerd.services.containers.v1.Containers/Get";
 const UPDATE: &str = "/containerd.services.containers.v1.Containers/Update";
@@ -135,7 +135,7 @@ pub(crate) struct Change {
 }
 
 /// Writes into containerd's metadata what its clients show. After an error, which is logged, they show what
-/// was before; the container goes on all the same.
+/// was before; the container continues all the same.
 pub(crate) async fn describe(address: &str, namespace: &str, id: &str, change: Change) {
     let (address, namespace, of) = (address.to_owned(), namespace.to_owned(), id.to_owned());
     let done = blocking(move || call_to_describe(&address, &namespace, &of, &change)).await;

@@ -92,7 +92,7 @@ async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     let cgroup = own_cgroup(args, bundle, &options);
     let mut recovery = Recovery::of(bundle);
 
-    // CRIU goes on without its shim, holds the tasks, and writes to an image.
+    // CRIU continues without its shim, holds the tasks, and writes to an image.
     let steps = Steps::begin();
     if let Some(recovery) = &mut recovery {
         recovery.record().adopt();

@@ -2,7 +2,7 @@
 
 `gpu-counter` verifies all of its memory at every iteration and ends at a mismatch, so that a line with the same checksum
 for the same iteration, printed by the source (which runs on after a checkpoint) and by the restored container, shows
-that the GPU's memory came back. Which GPU holds it is asked of nvidia-smi, because a process goes on reporting the UUID
+that the GPU's memory came back. Which GPU holds it is asked of nvidia-smi, because a process continues reporting the UUID
 that it saw first.
 """
 
@@ -220,7 +220,7 @@ def timed(operation, *args):
 
 
 def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=lambda container, end: None):
-    """Run, checkpoint, see the source go on, remove it, restore (on another GPU where there is one), compare.
+    """Run, checkpoint, see the source continue, remove it, restore (on another GPU where there is one), compare.
 
     `see` looks at the container before the checkpoint, after it, and after the restore.
     """
@@ -238,7 +238,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=la
         record["checkpoint_ms"] = source.timings()
         went_on = wait_for_counts(source, end, workers, counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
-            raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
+            raise Failed(f"checkpoint failed (the workload continues): {done.stderr.strip()}")
         see(source, end)
         source.keep_evidence(setup.evidence)
         source.remove(end)
@@ -258,7 +258,7 @@ def round_trip(setup, end, record, name, workload, memory=0.0, workers=1, see=la
 
 
 def compare(before, source, restored):
-    """The restored counters go on where the frozen ones stood; returns what shows it.
+    """The restored counters continue where the frozen ones stood; returns what shows it.
 
     `source` was read after the checkpoint, while the source ran on: it holds the same iterations as `restored`.
     """
@@ -268,7 +268,7 @@ def compare(before, source, restored):
         if first <= last_before:
             raise Failed(f"{worker}: began again at {first}, it had counted to {last_before} before the checkpoint")
         if first - 1 not in source[worker]:
-            raise Failed(f"{worker}: goes on at {first}, but the source had counted to {max(source[worker])} only")
+            raise Failed(f"{worker}: continues at {first}, but the source had counted to {max(source[worker])} only")
         if sorted(checksums) != list(range(first, first + len(checksums))):
             raise Failed(f"{worker}: iterations are missing: {sorted(checksums)}")
         common = sorted(set(checksums) & set(source[worker]))
@@ -347,7 +347,7 @@ def check_image(directory, gpu):
 
 
 def managed(setup, end, record):
-    """Managed memory cannot be checkpointed: it is refused, and the counter goes on unharmed."""
+    """Managed memory cannot be checkpointed: it is refused, and the counter continues unharmed."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "managed")
     workload = counter(["--mib", "64", "--managed"])
@@ -387,7 +387,7 @@ def refusal(done, codes, timings):
 
 
 def ipc(setup, end, record):
-    """Memory that two processes share by cudaIpc shows no sign, and could not be restored: refused, and both go on."""
+    """Memory that two processes share by cudaIpc shows no sign, and could not be restored: refused, and both continue."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "ipc")
     workload = counter(["--mib", "64", "--ipc"])
@@ -463,7 +463,7 @@ def torch(setup, end, record, steps=80, interrupt_at=20, name="torch", arguments
         checkpointed(setup, source, image, end, record)
         # The source's own next losses show where it stood when it was frozen.
         next_step = max(losses(source.lines())) + 2
-        end.until("the source to go on", lambda: reached(source, next_step))
+        end.until("the source to continue", lambda: reached(source, next_step))
         see(source, end)
         source.keep_evidence(setup.evidence)
         source.remove(end)
@@ -497,7 +497,7 @@ def checkpointed(setup, source, image, end, record):
 
 
 def compare_losses(reference, before, source, restored):
-    """The restored training goes on where the source was frozen, with the losses of the uninterrupted run; returns what shows it."""
+    """The restored training continues where the source was frozen, with the losses of the uninterrupted run; returns what shows it."""
     steps, first = len(reference), min(restored)
     if first <= max(before) or first - 1 not in source or sorted(restored) != list(range(first, steps)):
         raise Failed(f"restored at step {first} of {max(before)} to {max(source)}, printed {sorted(restored)}")

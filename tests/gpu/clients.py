@@ -390,7 +390,7 @@ class Cri:
 
 
 def cri(setup, end, record, gib):
-    """CheckpointContainer into the kubelet's archive; a pod whose annotation names it goes on from there."""
+    """CheckpointContainer into the kubelet's archive; a pod whose annotation names it continues from there."""
     source_gpus, target_gpus = setup.pick(1)
     written = Written(setup.host, f"cri-{gib:g}", hosts.CRI_NAMESPACE).open()
     archive = f"{setup.host.memory}/cri.tar"

@@ -28,7 +28,7 @@ LEAST = 0.95
 HOOKS = {"prepare": "release", "resumed": "join", "restored": "join", "failed": "join"}
 ENVIRONMENT = {**ddp.SETTINGS, "USE_LIBUV": "0"}
 
-# Whom to kill in which phase of a checkpoint: the job goes on, or is gone.
+# Whom to kill in which phase of a checkpoint: the job continues, or is gone.
 SURVIVED = (("firn-hook", "prepare"), ("firn-gpu", "gpu-lock"), ("firn-gpu", "gpu-checkpoint"), ("criu", "criu-dump"))
 LOST = tuple(("shim", phase) for phase in ("prepare", "gpu-lock", "gpu-checkpoint", "criu-dump"))
 # And of a restore: nothing of the copy is left, and the image is good.
@@ -97,7 +97,7 @@ def check_rates(record, source, copy):
 
 
 def nccl_address(setup, end, record):
-    """The processes go on reporting the addresses of their former GPUs; the group that they make works none the less.
+    """The processes continue reporting the addresses of their former GPUs; the group that they make works none the less.
 
     Where the machine has enough GPUs, the copy has none of those that its processes know.
     """
@@ -187,7 +187,7 @@ def sums(container):
 
 
 def kills_hooks(setup, end, record):
-    """The training goes on after each kill, or a copy of its image does."""
+    """The training continues after each kill, or a copy of its image does."""
     workload = job(setup, 2, ["--steps", "4000"])
     killed_everywhere(setup, end, record, "kills-hooks-2", workload, lambda container: cases.losses(container.lines()), kills.INTO_CRIU)
 
@@ -293,7 +293,7 @@ def trains_on(container, end, printed, context):
     """The job runs as before."""
     kills.undisturbed(container, end, context)
     seen = len(printed(container))
-    end.until(f"the job to go on; {context}", lambda: len(printed(container)) >= seen + 6, 60)
+    end.until(f"the job to continue; {context}", lambda: len(printed(container)) >= seen + 6, 60)
 
 
 def begin(setup, container, workload, uuids, end, printed):
@@ -325,4 +325,4 @@ def same(found, expected):
     common = set(found) & set(expected)
     wrong = sorted(key for key in common if found[key] != expected[key])
     if len(common) < 4 or min(found) not in expected or wrong:
-        raise Failed(f"the copy began at {min(found)}, the source went on at {min(expected)}: of {len(common)} common steps differ {wrong}")
+        raise Failed(f"the copy began at {min(found)}, the source continued at {min(expected)}: of {len(common)} common steps differ {wrong}")

@@ -274,7 +274,7 @@ class Container:
         )
 
     def checkpoint_task(self, directory, deadline, leave=True):
-        """`ctr task checkpoint` into a directory, with `--exit` unless it shall go on."""
+        """`ctr task checkpoint` into a directory, with `--exit` unless it shall continue."""
         end = [] if leave else ["--exit"]
         return self.host.ctr(
             "tasks", "checkpoint", *end, "--image-path", directory, self.name, check=False, deadline=deadline

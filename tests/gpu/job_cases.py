@@ -44,7 +44,7 @@ class Look:
         """Both run, and `source` has reached its step."""
 
     def after(self, source, end):
-        """`source` goes on after its checkpoint."""
+        """`source` continues after its checkpoint."""
 
     def restored(self, copy, end):
         """`copy` runs."""
@@ -64,7 +64,7 @@ def moved(setup, end, record, name, kind, steps=32, options=(), look=Look()):
         look.before(reference, source, end)
         cases.checkpointed(setup, source, image, end, record)
         next_step = min(steps - 1, max(cases.losses(source.lines())) + 2)
-        end.until("the source to go on", lambda: reached(source, next_step))
+        end.until("the source to continue", lambda: reached(source, next_step))
         look.after(source, end)
         source.keep_evidence(setup.evidence)
         source.remove(end)
@@ -105,9 +105,9 @@ def played_out(container, end, steps):
 
 
 def generating(setup, end, record):
-    """A server with a KV cache for each connection: its own client's goes on in the copy, that from outside is closed there.
+    """A server with a KV cache for each connection: its own client's continues in the copy, that from outside is closed there.
 
-    In the source both go on. A client that comes later gets the same tokens from all three.
+    In the source both continue. A client that comes later gets the same tokens from all three.
     """
     look = Generating(setup.host, record)
     try:

@@ -1,4 +1,4 @@
-"""Programs killed in the middle of a checkpoint or restore: the counter goes on, or nothing of the container is left.
+"""Programs killed in the middle of a checkpoint or restore: the counter continues, or nothing of the container is left.
 
 The moment of each kill is read off the machine (which programs run, how much memory the workload has), so that it is the
 same for any shim.

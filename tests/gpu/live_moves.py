@@ -110,7 +110,7 @@ def training(setup, end, record, steps=80, at=(10, 25, 40, 55)):
             end.until(f"step {step}", lambda: job_cases.reached(container, step), 120)
             spent.append(move(container, target, end)[0])
             last = max(cases.losses(container.lines()))
-            end.until("the training to go on", lambda: job_cases.reached(container, last + 2), 60)
+            end.until("the training to continue", lambda: job_cases.reached(container, last + 2), 60)
             record["uuid_after"] = cases.check_holders(container, end, [target], 0.1)
         ended(container, end)
         found = cases.losses(container.lines())
@@ -144,7 +144,7 @@ def ranked(setup, end, record, count=4):
         pairs = ",".join(f"{old}={new}" for old, new in partners.items())
         record["move_s"], record["move_ms"] = move(container, pairs, end)
         moved_at = max(cases.losses(container.lines()))
-        end.until("the ranks to go on", lambda: job_cases.reached(container, moved_at + 3), 60)
+        end.until("the ranks to continue", lambda: job_cases.reached(container, moved_at + 3), 60)
         moves.check_moved(placed, moves.placement(container, end), partners)
         record["uuid_after"] = [partners[uuid] for uuid in uuids]
         ended(container, end)

@@ -28,7 +28,7 @@ def all_cases(mib):
 
 
 def monitored(mib):
-    """The case of a counter, and of a process next to it that only uses NVML and goes on as well."""
+    """The case of a counter, and of a process next to it that only uses NVML and continues as well."""
     workload = cases.counter(["--mib", f"{mib}"])
     workload.argv = ["/bin/sh", "-c", f"gpu-sample nvml & exec {' '.join(workload.argv)}"]
     return lambda setup, end, record: cases.round_trip(setup, end, record, "monitored", workload, mib / 1024, see=watched)
@@ -158,7 +158,7 @@ def permuted(setup, end, record, name, workload, count, mib):
         record["checkpoint_ms"] = source.timings()
         went_on = cases.wait_for_counts(source, end, count, cases.counts(source), 2, f"output of checkpoint: {done.stderr.strip() or 'done'}")
         if done.returncode:
-            raise Failed(f"checkpoint failed (the workload goes on): {done.stderr.strip()}")
+            raise Failed(f"checkpoint failed (the workload continues): {done.stderr.strip()}")
         source.keep_evidence(setup.evidence)
         source.remove(end)
         cases.wait_for_free_gpus(end)

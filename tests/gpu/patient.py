@@ -31,7 +31,7 @@ def all_cases(gib, mib):
 
 
 def patient(setup, end, record, gib):
-    """firn-gpu is killed while the driver copies; then the deadline for that copy is far too short: the workload goes on."""
+    """firn-gpu is killed while the driver copies; then the deadline for that copy is far too short: the workload continues."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "patient")
     workload = cases.counter(["--mib", f"{gib * 1024:.0f}"])
@@ -66,11 +66,11 @@ def patient(setup, end, record, gib):
 
 
 def comes_back(container, end, message, began):
-    """The workload goes on: by itself, or, when it was suspended, once it is resumed. Returns which, and after how long."""
+    """The workload continues: by itself, or, when it was suspended, once it is resumed. Returns which, and after how long."""
     answered = time.monotonic() - began
-    how = "went on"
+    how = "continued"
     if "FIRN-GPU-SUSPENDED" in message:
-        how = "was suspended, went on when resumed"
+        how = "was suspended, continued when resumed"
         end.until("resume to work", lambda: resume(container, end).returncode == 0, 180)
     kills.goes_on(container, end, f"{how}: {message.strip()}")
     return f"{how}, answer after {answered:.1f} s, counts after {time.monotonic() - began:.1f} s: {message.strip()[:300]}"

@@ -42,7 +42,7 @@ def ways(store):
 
 
 def compared(setup, end, record, gib, directory, rounds, chosen):
-    """Each way in turns; every copy goes on where its source was, with its checksums."""
+    """Each way in turns; every copy continues where its source was, with its checksums."""
     if not directory or not all(os.path.exists(f"{directory}/{name}") for name in (PLUGIN, PROGRAM)):
         raise Failed(f"needs --peer with a directory that has {PLUGIN} and {PROGRAM}")
     # CRIU's plugin looks for the program in PATH.

@@ -56,7 +56,7 @@ def moved(setup, end, record, name, workload, partners):
         placed = moves.placement(source, end)
         cases.checkpointed(setup, source, image, end, record)
         next_step = max(cases.losses(source.lines())) + 2
-        end.until("the source to go on", lambda: cases.reached(source, next_step))
+        end.until("the source to continue", lambda: cases.reached(source, next_step))
         source.keep_evidence(setup.evidence)
         source.remove(end)
         went_on = cases.losses(source.lines())

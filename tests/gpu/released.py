@@ -1,4 +1,4 @@
-"""Jobs that let go of every device in their hook: the job of examples/device-free goes on without its GPU, and with one again.
+"""Jobs that let go of every device in their hook: the job of examples/device-free continues without its GPU, and with one again.
 
 Its values are those of a job that is never moved, which this machine computes on its CPU.
 """
@@ -17,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = f"{HERE}/../../examples/device-free"
 CPU = "cpu"
 HOOKS = {"prepare": "release", "resumed": "take", "restored": "take", "failed": "take"}
-# Steps on a device that show that the job goes on there.
+# Steps on a device that show that the job continues there.
 STEPS = 5
 
 
@@ -138,7 +138,7 @@ def moved(setup, end, record):
 
 
 def held(setup, end, record):
-    """A hook that does nothing: the checkpoint is refused by process and node, and the job goes on."""
+    """A hook that does nothing: the checkpoint is refused by process and node, and the job continues."""
     (uuid,), _ = setup.pick(1)
     container, image = Container(setup.host, "device-free-held"), "firn.test/checkpoint/device-free-held:latest"
     record.update(uuid_before=[uuid], counters=1)

@@ -179,15 +179,15 @@ def conclude(answers, left_open, computes_on, inherited=False):
     failed = [f"{step}: {answer}" for (step, _), answer in answers.items() if answer != SUCCESS]
     seen = "; ".join(dict.fromkeys(failed)) or (f"{len(answers)} calls succeed" if answers else "no CUDA process")
     if not computes_on:
-        return "lost", f"{seen}; it does not go on"
+        return "lost", f"{seen}; it does not continue"
     if any(answer != SUCCESS for (step, _), answer in answers.items() if step in ("restore", "unlock")):
         return "lost", seen
     if failed:
-        return "refused", f"{seen}; it goes on"
+        return "refused", f"{seen}; it continues"
     if left_open:
         left = f"{seen}; still open: {', '.join(left_open)}"
         return ("works", f"{left}, which firn's plugin for CRIU dumps") if inherited else ("undumpable", left)
-    return "works", f"{seen}; it goes on"
+    return "works", f"{seen}; it continues"
 
 
 def gpu_files(pids):
@@ -215,9 +215,9 @@ def by_firn(container, directory, processes, end):
     message = done.stderr.strip()
     if not done.returncode:
         on = goes_on(container, processes, end)
-        return ("works", "checkpointed; it goes on") if on else ("lost", "checkpointed; it does not go on")
+        return ("works", "checkpointed; it continues") if on else ("lost", "checkpointed; it does not continue")
     on = "FIRN-GPU-LOST" not in message and goes_on(container, processes, end)
-    return ("refused", f"{message[:200]}; it goes on") if on else ("lost", message[:200])
+    return ("refused", f"{message[:200]}; it continues") if on else ("lost", message[:200])
 
 
 def agreement(verdict, outcome, word=None):

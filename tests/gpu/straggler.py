@@ -58,10 +58,10 @@ def waited_for(setup, end, record, name, count, rounds):
             locks.append(source.timings().get("gpu-lock"))
             shutil.rmtree(directory)
             next_step = max(cases.losses(source.lines())) + 2
-            end.until("the job to go on", lambda: cases.reached(source, next_step), 60)
+            end.until("the job to continue", lambda: cases.reached(source, next_step), 60)
         record["worker_locks_ms"] = worker_locks(setup, source, end)
         next_step = max(cases.losses(source.lines())) + 5
-        end.until("the job to go on", lambda: cases.reached(source, next_step), 60)
+        end.until("the job to continue", lambda: cases.reached(source, next_step), 60)
         check(reference, cases.losses(source.lines()), record)
     finally:
         record["table"] = table(name, record)

@@ -64,7 +64,7 @@ class Compare(unittest.TestCase):
             self.compare({0: "a", 1: "b"}, {0: "a", 1: "b", 2: "c"}, {0: "a", 1: "b"})
 
     def test_skipped_ahead(self):
-        with self.assertRaisesRegex(hosts.Failed, "goes on at 9"):
+        with self.assertRaisesRegex(hosts.Failed, "continues at 9"):
             self.compare({0: "a"}, {0: "a", 1: "b"}, {9: "x"})
 
     def test_lost_an_iteration(self):
@@ -98,8 +98,8 @@ class Patient(unittest.TestCase):
         with mock.patch.object(patient.kills, "goes_on"):
             suspended = patient.comes_back(container, hosts.Deadline(5), "ctr: FIRN-GPU-SUSPENDED: x", 0)
             alone = patient.comes_back(container, hosts.Deadline(5), "ctr: FIRN-DRIVER: x", 0)
-        self.assertTrue(suspended.startswith("was suspended, went on when resumed"), suspended)
-        self.assertTrue(alone.startswith("went on, answer"), alone)
+        self.assertTrue(suspended.startswith("was suspended, continued when resumed"), suspended)
+        self.assertTrue(alone.startswith("continued, answer"), alone)
         container.host.ctr.assert_called_once()
 
     def test_a_code_is_returned(self):

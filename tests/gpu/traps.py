@@ -97,7 +97,7 @@ def through_the_host(setup, end, record):
         before = end.until("the training to reach the step", lambda: cases.reached(source, INTERRUPT_AT), 90)
         cases.checkpointed(setup, source, image, end, record)
         next_step = min(STEPS - 1, max(cases.losses(source.lines())) + 2)
-        end.until("the source to go on", lambda: cases.reached(source, next_step))
+        end.until("the source to continue", lambda: cases.reached(source, next_step))
         source.keep_evidence(setup.evidence)
         source.remove(end)
         went_on = cases.losses(source.lines())
@@ -139,7 +139,7 @@ def command(*words):
 
 
 def failing_disk(setup, end, record, gib):
-    """`--exit` onto a disk that takes the image and loses it: the job goes on, and no image is left that looks whole."""
+    """`--exit` onto a disk that takes the image and loses it: the job continues, and no image is left that looks whole."""
     uuids, _ = setup.pick(1)
     container = Container(setup.host, "failing-disk")
     workload = cases.counter(["--mib", f"{gib * 1024:.0f}"])

@@ -1,5 +1,5 @@
 //! Cancels a checkpoint or restore because its container is to end: no phase of it is awaited any more. Or
-//! withdraws a checkpoint, which is rolled back then: its container goes on.
+//! withdraws a checkpoint, which is rolled back then: its container continues.
 //!
 //! Kill cancels it by [`Slot::cancel`]. The
 //! transaction then stops waiting, kills CRIU first (`runc::run_criu`), which holds the tasks by ptrace, and

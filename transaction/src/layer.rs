@@ -14,7 +14,7 @@ use crate::reaper::Reaper;
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum LayerError {
     #[error("cannot keep the files of container {container} in {}: {why}", archive.display())]
-    #[problem("FIRN-POD", "see that there is room; the container goes on")]
+    #[problem("FIRN-POD", "see that there is room; the container continues")]
     Keep {
         container: String,
         archive: PathBuf,

@@ -2,7 +2,7 @@
 //! and its journal states who began it.
 //!
 //! A call of a client runs [`within`] a [`Call`]; blocking work that it starts does, too. Code outside of any
-//! call, such as unit tests of a phase, finds none and goes on.
+//! call, such as unit tests of a phase, finds none and continues.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

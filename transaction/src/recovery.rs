@@ -1,6 +1,6 @@
 //! Recovery from a checkpoint or restore whose shim was killed, by its journal.
 //!
-//! runc ends with a killed shim, but CRIU does not: it goes on, holds the tasks, and may complete an image
+//! runc ends with a killed shim, but CRIU does not: it continues, holds the tasks, and may complete an image
 //! that nobody wants any more. Recovery ends CRIU first. Once the container is dead, it clears an incomplete
 //! image from a directory that was empty before the dump; a complete image is kept. Every step may be
 //! repeated.

@@ -177,7 +177,7 @@ pub fn loop_configure(device: impl AsFd, backing: impl AsFd, flags: LoopFlags) -
 /// It ends without SIGCHLD, so the reaper does not see it: its creator waits for it with `__WCLONE`.
 pub fn child_in_user_namespace() -> io::Result<Pid> {
     let parent = getpid();
-    // SAFETY: without a stack and without shared memory clone is a fork: the child goes on here in its own
+    // SAFETY: without a stack and without shared memory clone is a fork: the child continues here in its own
     // copy. Below it makes system calls only, allocates nothing and takes no lock.
     let pid = Errno::result(unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_NEWUSER, 0, 0, 0, 0) })?;
     if pid != 0 {

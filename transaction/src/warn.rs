@@ -1,4 +1,4 @@
-//! Failures that are logged and change nothing else: the work goes on without what has failed.
+//! Failures that are logged and change nothing else: the work continues without what has failed.
 
 use std::error;
 use std::fmt::Arguments;

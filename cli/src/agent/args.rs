@@ -27,7 +27,7 @@ pub struct LabelsArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  firn node-agent --node gpu-7 --restart\n  \
                   firn node-agent --node gpu-7 --remove\n\n\
-                  Exit status: 1 it cannot go on, 2 wrong usage.")]
+                  Exit status: 1 it cannot continue, 2 wrong usage.")]
 pub struct NodeAgentArgs {
     /// Name of the node in Kubernetes.
     #[arg(long, env = "NODE_NAME")]

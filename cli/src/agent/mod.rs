@@ -1,7 +1,7 @@
 //! `firn node-agent`: keeps firn installed on a node of Kubernetes, and the node's labels true.
 //!
 //! What it does to the node are calls of this program, with the node's root directory as theirs. It has no
-//! state: SIGTERM ends it anywhere, and the next one goes on.
+//! state: SIGTERM ends it anywhere, and the next one continues.
 
 mod api;
 pub mod args;

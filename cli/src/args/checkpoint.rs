@@ -15,11 +15,11 @@ const HELP: &str = "Examples:
 A path begins with /, ./ or ../, or ends with / or .tar. Other names are images, unless a file or directory \
 has the name: then write ./NAME, or add --as ref.
 
-Exit status: 0 done, 1 failed: the container goes on as before, and nothing is left, 2 wrong usage.";
+Exit status: 0 done, 1 failed: the container continues as before, and nothing is left, 2 wrong usage.";
 
 /// Checkpoint a container, with its GPU memory and the files that it has written.
 ///
-/// The container stands still meanwhile and goes on afterwards, or ends with --exit once its checkpoint is
+/// The container stands still meanwhile and continues afterwards, or ends with --exit once its checkpoint is
 /// complete. The checkpoint is an image in containerd (REF), which `ctr containers restore` takes, a tar file
 /// (FILE), which `ctr images import` takes, or an image directory (DIR). With --pod: all containers of a
 /// Kubernetes pod of this node at one moment.
@@ -40,7 +40,7 @@ pub struct CheckpointArgs {
     /// The pod, as NAMESPACE/NAME.
     #[arg(long, conflicts_with_all = ["exit", "kind", "explain"])]
     pub pod: Option<String>,
-    /// The container goes on after its checkpoint. The default.
+    /// The container continues after its checkpoint. The default.
     #[arg(long, conflicts_with = "exit")]
     pub leave_running: bool,
     /// The container ends once its checkpoint is complete.

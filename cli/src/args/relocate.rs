@@ -16,7 +16,7 @@ on here, or the error names what to do, 2 wrong usage.";
 /// Move a container to another node, over ssh.
 ///
 /// Checks both nodes first. The container stands still while its checkpoint goes through ssh and is restored
-/// there; it is removed here once the copy runs. After a failure it goes on here. If the connection is lost
+/// there; it is removed here once the copy runs. After a failure it continues here. If the connection is lost
 /// while the copy may have begun to run, the container stays paused here, and the error names what to do. The
 /// other node needs firn, the same driver, and a root login by key.
 #[derive(Clone, Debug, Args)]

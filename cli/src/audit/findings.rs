@@ -310,7 +310,7 @@ impl Signals {
             .filter(|signal| !signal.refused && !all.is_empty())
         {
             let (kept, closed): (Vec<_>, Vec<_>) = all.iter().partition(|one| one.continues(assertions.tcp));
-            signal.detail = format!("in a copy {} go on, {} are closed", kept.len(), closed.len());
+            signal.detail = format!("in a copy {} continue, {} are closed", kept.len(), closed.len());
             if let Some(one) = closed.first() {
                 signal.detail.push_str(&format!(
                     " ({one}{})",

@@ -115,7 +115,7 @@ fn print(args: &CheckpointArgs, place: &Place, made: Made, begun: Instant, steps
             phases: steps.ended(),
         }));
     }
-    let goes = if args.exit { "has ended" } else { "goes on" };
+    let goes = if args.exit { "has ended" } else { "continues" };
     let (size, seconds) = (text::bytes(bytes), took.as_secs_f64());
     line!("{shown}: {size}. {id} {goes}, after {seconds:.1} s");
     if let Some(memory) = &memory {
@@ -131,7 +131,7 @@ struct Filled {
     ends: Option<(EndProof, Option<InStore>)>,
 }
 
-/// Makes the checkpoint. A container that goes on does not stand still for the disk.
+/// Makes the checkpoint. A container that continues does not stand still for the disk.
 async fn filled(
     args: &CheckpointArgs,
     source: &Source,

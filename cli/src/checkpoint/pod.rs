@@ -52,7 +52,7 @@ enum PodError {
     )]
     Shim { id: String, message: String },
     #[error("{0}")]
-    #[problem("FIRN-POD", "every container of the pod goes on")]
+    #[problem("FIRN-POD", "every container of the pod continues")]
     Checkpoint(String),
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
@@ -102,7 +102,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
                         line!("{name}: {}", memory.shown());
                     }
                 }
-                line!("{pod} goes on, after {:.1} s", took.as_secs_f64());
+                line!("{pod} continues, after {:.1} s", took.as_secs_f64());
             }
             Ok(true)
         }
@@ -143,7 +143,9 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
     let answer = match interrupts.unless(&mut answer).await {
         Some(answer) => answer,
         None => {
-            note!("firn: interrupted: every container of {pod} goes on as soon as what was begun has ended");
+            note!(
+                "firn: interrupted: every container of {pod} continues as soon as what was begun has ended"
+            );
             call.withdraw(answer).await
         }
     };

@@ -60,7 +60,7 @@ impl<'a> PodCall<'a> {
         self.containerd.annotate(self.one(), annotations).await
     }
 
-    /// Waits until the pod goes on whose checkpoint nobody wants any more. Returns the answer, which may be
+    /// Waits until the pod continues whose checkpoint nobody wants any more. Returns the answer, which may be
     /// that it was complete before, or lost.
     pub async fn withdraw(&self, mut answer: Answer<'_>) -> Result<(), CallError> {
         loop {

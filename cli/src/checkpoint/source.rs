@@ -226,7 +226,7 @@ impl Source {
         Ok(Part::here(made))
     }
 
-    /// Lets it go on as it was found.
+    /// Lets it continue as it was found.
     ///
     /// Order matters: the shim resumes it after the rollback of a checkpoint that was interrupted, for which
     /// the call waits. What the freezer is in the middle of one means nothing.

@@ -29,7 +29,7 @@ struct Progress {
     total: i64,
 }
 
-/// A phase of a container has begun, or its copy of memory goes on.
+/// A phase of a container has begun, or its copy of memory continues.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Phase {
     pub namespace: String,

@@ -17,7 +17,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Does the work for a caller, who has to set a deadline. The work goes on to its own end if the caller
+    /// Does the work for a caller, who has to set a deadline. The work continues to its own end if the caller
     /// leaves and drops the future that this returns.
     pub async fn serve<T, W>(metadata: &MetadataMap, work: impl FnOnce(Self) -> W) -> Result<T, Status>
     where

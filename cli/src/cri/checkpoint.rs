@@ -62,7 +62,7 @@ pub async fn checkpoint(
     written
 }
 
-/// The pod goes on, whose checkpoint nobody wants any more.
+/// The pod continues, whose checkpoint nobody wants any more.
 async fn withdrawn(
     call: &PodCall<'_>,
     answer: Result<(), CallError>,
@@ -72,7 +72,7 @@ async fn withdrawn(
         // It was complete before.
         Ok(()) => made.remove_all(),
         Err(error) if error.is_lost() => made.remove(&call.lost().await),
-        // The shim leaves complete images of a container that does not go on: they may be the only copies.
+        // The shim leaves complete images of a container that does not continue: they may be the only copies.
         Err(CallError::Call { status, .. }) if !status.message().starts_with("FIRN-INTERRUPTED") => {
             note!("firn: {}", status.message());
         }

@@ -1,6 +1,6 @@
 //! The messages of `runtime.v1.RuntimeService` that are answered here (k8s.io/cri-api v0.37.2).
 //!
-//! Messages inside of them are bytes where they go on to containerd: so fields that this program does not
+//! Messages inside of them are bytes where they continue to containerd: so fields that this program does not
 //! know go along.
 
 use std::collections::HashMap;

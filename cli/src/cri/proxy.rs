@@ -1,5 +1,5 @@
-//! A connection of a client of CRI: all calls but two go on to containerd as they are, in both directions and
-//! as streams.
+//! A connection of a client of CRI: all calls but two continue to containerd as they are, in both directions
+//! and as streams.
 //!
 //! Each has a connection to containerd of its own, and ends with it: so a client sees a containerd that is
 //! restarted as it would without this program.

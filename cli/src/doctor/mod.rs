@@ -136,7 +136,7 @@ fn shown(checks: &[Check], as_json: bool) -> Result<bool> {
     Ok(checks.iter().all(|check| check.status != Status::Fail))
 }
 
-/// A check for each mistake in the file. The other checks go on with what is right in it.
+/// A check for each mistake in the file. The other checks continue with what is right in it.
 fn configuration() -> (Vec<Check>, Config) {
     const NAME: &str = "config";
     let path = Config::path();

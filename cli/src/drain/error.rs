@@ -75,7 +75,7 @@ pub enum DrainError {
         path: String,
         kept: String,
     },
-    #[error("no pod goes on in the place of {pod} after {seconds} s{seen}; its checkpoints are kept")]
+    #[error("no pod continues in the place of {pod} after {seconds} s{seen}; its checkpoints are kept")]
     #[problem("FIRN-DRAIN-LATE", "`kubectl describe pod` has the reason; see --timeout")]
     Late { pod: String, seconds: u64, seen: String },
     #[error("pod {pod} {state}: {cause}. Kept checkpoints: {kept}")]

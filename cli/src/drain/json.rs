@@ -21,13 +21,13 @@ pub struct Drained<'a> {
 pub struct Row<'a> {
     #[serde(flatten)]
     pub job: &'a Job,
-    /// Where it goes on; absent if it was not moved.
+    /// Where it continues; absent if it was not moved.
     pub moved: Option<MovedTo<'a>>,
-    /// Why it does not go on elsewhere; absent if it does, and if nothing was tried.
+    /// Why it does not continue elsewhere; absent if it does, and if nothing was tried.
     pub failure: Option<String>,
 }
 
-/// Where a job goes on.
+/// Where a job continues.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct MovedTo<'a> {

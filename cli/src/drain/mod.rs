@@ -102,7 +102,7 @@ enum Seen {
     Waits(String),
 }
 
-/// A job that goes on in another pod.
+/// A job that continues in another pod.
 struct Arrived {
     pod: String,
     node: String,
@@ -111,14 +111,14 @@ struct Arrived {
     runs: RunsElsewhere,
 }
 
-/// Where a job goes on, or why it does not.
+/// Where a job continues, or why it does not.
 type Outcome = Result<Moved, DrainError>;
 
-/// A job that goes on.
+/// A job that continues.
 struct Moved {
     pod: String,
     node: String,
-    /// From the checkpoint, whose state it goes on from, until it runs again.
+    /// From the checkpoint, whose state it continues from, until it runs again.
     took: Duration,
 }
 
@@ -200,7 +200,7 @@ impl Drain {
         match &moved {
             Ok(Moved { pod, node, took }) => {
                 let shown = format!(
-                    "{}/{}: {pod} goes on on {node}, {:.1} s after the checkpoint",
+                    "{}/{}: {pod} continues on {node}, {:.1} s after the checkpoint",
                     job.namespace,
                     job.pod,
                     took.as_secs_f64()

@@ -7,7 +7,7 @@ use firn_config::names;
 
 /// Print the metrics of this node's transactions and containers, as Prometheus reads them.
 ///
-/// Counts and durations come from the history of the node, which never counts backwards; what goes on comes
+/// Counts and durations come from the history of the node, which never counts backwards; what continues comes
 /// from the containers. Without an option the metrics are printed. The units firn-metrics.service and
 /// firn-textfile.timer of the package do the other two.
 #[derive(Debug, clap::Args)]

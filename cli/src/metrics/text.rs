@@ -1,4 +1,4 @@
-//! The metrics and their names. Names of containers are labels of what goes on now, and of nothing that is
+//! The metrics and their names. Names of containers are labels of what continues now, and of nothing that is
 //! counted: the number of series does not grow with the number of containers that there were.
 
 use anyhow::Result;
@@ -10,7 +10,7 @@ use prometheus::proto::{Bucket, Counter, Gauge, Histogram, LabelPair, Metric, Me
 use crate::ps::container::Container;
 use crate::ps::transaction::{State, Transaction};
 
-/// What goes on.
+/// What continues.
 pub(super) struct Now {
     pub containers: Vec<Container>,
     pub leases: Vec<Lease>,

@@ -1,6 +1,6 @@
 //! What is different where a person looks at a terminal: lines that fit it, and colours.
 //!
-//! What is piped is whole and plain. A line is wrapped between words, and below the value that it goes on
+//! What is piped is whole and plain. A line is wrapped between words, and below the value that it continues
 //! with; a command in backticks stays one word, so that it can be copied.
 
 use std::io::{self, IsTerminal};
@@ -12,7 +12,7 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 /// Narrower than this, nothing is laid out.
 const LEAST: usize = 20;
 
-/// Spaces before what goes on below a long key.
+/// Spaces before what continues below a long key.
 const BELOW: usize = 4;
 
 /// Columns that may have the keys of a line.

@@ -72,7 +72,7 @@ pub struct Shown<'a> {
     transaction: Option<transaction::Shown<'a>>,
     /// Why it is suspended, or killed; absent otherwise.
     reason: Option<String>,
-    /// The command that lets it go on; absent if it runs, or if something is in progress.
+    /// The command that lets it continue; absent if it runs, or if something is in progress.
     resume: Option<String>,
 }
 
@@ -195,7 +195,7 @@ impl Container {
         self.state
     }
 
-    /// Its transaction, unless it is suspended: nothing goes on then.
+    /// Its transaction, unless it is suspended: nothing continues then.
     pub fn in_progress(&self) -> Option<&Transaction> {
         let transaction = self.transaction.as_ref();
         transaction.filter(|transaction| !matches!(transaction.state(), State::Suspended))
@@ -217,7 +217,7 @@ impl Container {
             .or(self.gpu_memory)
     }
 
-    /// The command that lets it go on, if it stands still and nothing works on it.
+    /// The command that lets it continue, if it stands still and nothing works on it.
     pub fn resume(&self) -> Option<String> {
         let id = &self.id;
         if !matches!(self.state, "suspended" | "parked" | "paused") {

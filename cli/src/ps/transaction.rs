@@ -48,7 +48,7 @@ pub struct Shown<'a> {
     operation: &'a str,
     /// The phase that it is in.
     phase: &'a str,
-    /// Whether it goes on.
+    /// Whether it continues.
     state: State,
     /// How long it lasts, in milliseconds.
     ms: u64,

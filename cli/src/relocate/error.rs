@@ -26,7 +26,7 @@ pub enum MoveError {
     #[error("container {id} was not restored on {target}: {message}")]
     #[problem(
         "FIRN-MOVE-FAILED",
-        "the container goes on here; the message is that of the other node"
+        "the container continues here; the message is that of the other node"
     )]
     Failed {
         target: String,
@@ -46,7 +46,7 @@ pub enum MoveError {
     #[error("container {id} was started on {target}, and has ended there with status {status}")]
     #[problem(
         "FIRN-MOVE-ENDED",
-        "the container goes on here. Its output and containerd's log there have the reason; \
+        "the container continues here. Its output and containerd's log there have the reason; \
          `ctr tasks delete ID` and `ctr containers delete ID` there remove what is left"
     )]
     Died { target: String, id: String, status: u32 },
@@ -60,7 +60,7 @@ pub enum MoveError {
     #[error("the checkpoint of container {id} has not ended after {seconds} s")]
     #[problem(
         "FIRN-MOVE-LATE",
-        "the container goes on here; see containerd's log, and [deadlines] in firn's configuration"
+        "the container continues here; see containerd's log, and [deadlines] in firn's configuration"
     )]
     Late { id: String, seconds: u64 },
     #[error("container {id} runs on {target}, and its source could not be removed here: {message}")]
@@ -75,7 +75,7 @@ pub enum MoveError {
         message: String,
     },
     #[error("the move of container {id} was interrupted")]
-    #[problem("FIRN-INTERRUPTED", "the container goes on here, and nothing is left there")]
+    #[problem("FIRN-INTERRUPTED", "the container continues here, and nothing is left there")]
     Interrupted { id: String },
     #[error("container {id} is one of nerdctl, which has files of it on this node")]
     #[problem(
@@ -100,7 +100,7 @@ pub enum MoveError {
 }
 
 impl MoveError {
-    /// Whether the source must not go on, because its copy may run or have done its work.
+    /// Whether the source must not continue, because its copy may run or have done its work.
     pub fn leaves_paused(&self) -> bool {
         matches!(self, Self::Unknown { .. } | Self::Finished { .. })
     }

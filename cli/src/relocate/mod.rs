@@ -1,10 +1,10 @@
-//! `firn move`: a container goes on on another node.
+//! `firn move`: a container continues on another node.
 //!
 //! ```text
 //!   check both -> pause -> dump -> stream -> the copy runs there -> it still does -> end the source
 //!                  |        |       |              |                   |
-//!                  +--------+-------+--------------+-------------------+-> failed, died: the source goes on
-//!                                   +--------------+-------------------+-> no answer: it stays paused
+//!                  +--------+-------+--------------+-------------------+-> failed, died: the source
+//!                  continues +--------------+-------------------+-> no answer: it stays paused
 //! ```
 //!
 //! The source never runs while the copy may: the copy begins to run only after the last byte of the stream,
@@ -164,7 +164,7 @@ async fn moved(
         Ok((bytes, answer, runs))
     };
     let done = match interrupts.unless(work).await {
-        // Only the answer of the other node decides who goes on.
+        // Only the answer of the other node decides who continues.
         None if is_sent.get() => Err(there.unknown()),
         None => Err(interrupted()),
         Some(done) => done,

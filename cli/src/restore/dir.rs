@@ -1,8 +1,8 @@
 //! A restore from an image directory, such as one that the shim has rescued.
 //!
 //! containerd makes the task, as for `ctr tasks start`, and hands the directory to the shim, which restores
-//! from it: ctr and nerdctl go on with the container afterwards. The container itself must still be known to
-//! containerd.
+//! from it: ctr and nerdctl continue with the container afterwards. The container itself must still be known
+//! to containerd.
 
 use std::fs;
 use std::io;

@@ -89,7 +89,7 @@ struct Pair<'a> {
 printed! { Done<'_>: "restore" }
 
 /// True: done. An error of a restore from a stream is one before anything was begun: `firn move` on the other
-/// node, which reads it, lets its container go on.
+/// node, which reads it, lets its container continue.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     if let Some(image) = &args.check {
         return check::run(args, image);

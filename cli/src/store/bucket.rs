@@ -46,7 +46,7 @@ const REPLACE: &str =
 #[problem(
     "FIRN-STORE-REMOTE",
     "check AWS_ENDPOINT_URL (http:// needs AWS_ALLOW_HTTP=true), AWS_REGION, AWS_ACCESS_KEY_ID and the \
-     network; what was copied stays, so the same command goes on"
+     network; what was copied stays, so the same command continues"
 )]
 pub enum BucketError {
     #[error("{url} names no bucket")]

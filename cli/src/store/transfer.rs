@@ -1,7 +1,8 @@
 //! `firn store push` and `pull`: copy the memory of checkpoints between stores.
 //!
 //! What is copied is compared with its name. Extents come before the index that names them, and get their
-//! place as they come: a copy that was cut off goes on where it was, and leaves no index without its extents.
+//! place as they come: a copy that was cut off continues where it was, and leaves no index without its
+//! extents.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;

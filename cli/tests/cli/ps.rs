@@ -18,7 +18,7 @@ impl Shim {
         let program = node.path("containerd-shim-firn-v2");
         std::os::unix::fs::symlink("/bin/sleep", &program).expect("a program");
         let shim = Self(Command::new(program).arg("1000").spawn().expect("a process"));
-        // The kernel lets the parent go on before it gives the process its name.
+        // The kernel lets the parent continue before it gives the process its name.
         let comm = format!("/proc/{}/comm", shim.0.id());
         let named = || std::fs::read_to_string(&comm).is_ok_and(|name| name.starts_with("containerd-shim"));
         let begun = Instant::now();
@@ -215,7 +215,7 @@ fn ps_shows_it_again_until_its_reader_goes_away() {
     while ps.try_wait().expect("a process").is_none() {
         if begun.elapsed() > Duration::from_secs(10) {
             ps.kill().expect("a process");
-            panic!("it goes on without a reader");
+            panic!("it continues without a reader");
         }
         std::thread::sleep(Duration::from_millis(20));
     }

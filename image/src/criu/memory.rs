@@ -95,7 +95,7 @@ impl Run {
         }
     }
 
-    /// Whether `next` goes on where this one ends.
+    /// Whether `next` continues where this one ends.
     pub fn joins(&self, next: &Self) -> bool {
         self.at.end == next.at.start && self.flags == next.flags
     }

@@ -217,7 +217,7 @@ mod tests {
         assert_eq!(parts, [PAGE..second, second..third, third..all.end]);
         let addresses: Vec<_> = read.iter().map(|block| block.address - 0x10_0000).collect();
         assert_eq!(addresses, [PAGE, second, third]);
-        // It ends where the memory would go on.
+        // It ends where the memory would continue.
         assert!(blocks(&runs, &place(third)).is_none());
     }
 

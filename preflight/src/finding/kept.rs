@@ -16,7 +16,7 @@ use crate::sys::is_same_table;
 /// The first process with one of these devices open or mapped, by whatever name.
 ///
 /// Each descriptor table of a process is read: a thread may have one of its own, and that of a first thread
-/// which has ended is empty while the others go on.
+/// which has ended is empty while the others continue.
 pub(crate) fn kept(
     proc_root: &Path,
     pids: &[i32],

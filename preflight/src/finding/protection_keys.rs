@@ -1,5 +1,5 @@
 //! Memory with a protection key (pkey_mprotect(2)): CRIU restores the memory without its key, and the program
-//! would go on without the protection.
+//! would continue without the protection.
 
 use std::ops::ControlFlow;
 use std::path::Path;

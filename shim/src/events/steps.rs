@@ -1,4 +1,4 @@
-//! What containerd's clients see of firn's transactions while they go on: docs/reference/events.md.
+//! What containerd's clients see of firn's transactions while they continue: docs/reference/events.md.
 //!
 //! containerd's tools show events of types that they know, and no others. So these have the type of its own
 //! progress of transfers.

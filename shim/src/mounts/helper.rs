@@ -11,7 +11,7 @@ use super::mount::{Call, inside};
 use super::{MountError, on_thread};
 use firn_transaction::reaper::Reaper;
 
-/// How long a helper may take. It returns when the mount is there; what serves it goes on behind it.
+/// How long a helper may take. It returns when the mount is there; what serves it continues behind it.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The programs, and what begins the names of their types. No others are run: a client names the type.

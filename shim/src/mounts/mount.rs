@@ -143,7 +143,7 @@ pub(super) fn inside(rootfs: &Path, target: &Path) -> Result<PathBuf, MountError
     let find = || {
         let root = File::open(rootfs)?;
         let found = open_below(&root, target, OFlag::O_PATH, ResolveFlag::RESOLVE_IN_ROOT)?;
-        // By name, because a descriptor goes on naming what the mount will hide.
+        // By name, because a descriptor continues naming what the mount will hide.
         fs::read_link(format!("/proc/thread-self/fd/{}", found.as_raw_fd()))
     };
     find().map_err(|source: io::Error| MountError::Target {

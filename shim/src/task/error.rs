@@ -181,7 +181,7 @@ fn of_pod(id: &str, error: &TaskError) -> String {
     } else {
         format!(
             "FIRN-POD: cannot checkpoint container {id}: {text}. \
-             hint: see containerd's log; every container of the pod goes on"
+             hint: see containerd's log; every container of the pod continues"
         )
     }
 }

@@ -102,7 +102,7 @@ pub(super) async fn withdraw(service: &Service, images: &Images) -> Empty {
     Empty::default()
 }
 
-/// Checkpoints these containers, which go on.
+/// Checkpoints these containers, which continue.
 pub(super) async fn checkpoint(
     service: &Arc<Service>,
     images: Images,

@@ -66,7 +66,7 @@ impl Proof {
             );
         };
         let Some(same) = of_source(Some(first.iter)) else {
-            bail!("the source did not go on to iteration {}", first.iter);
+            bail!("the source did not continue to iteration {}", first.iter);
         };
         for line in &restored.0 {
             if let Some(other) = of_source(Some(line.iter)) {
@@ -138,6 +138,6 @@ mod tests {
 
     #[test]
     fn a_source_that_stood_still_is_refused() {
-        assert!(refusal(&[1, 2, 3], &lines(&[4, 5], 0)).contains("did not go on"));
+        assert!(refusal(&[1, 2, 3], &lines(&[4, 5], 0)).contains("did not continue"));
     }
 }

@@ -41,7 +41,7 @@ const KILLED: &str = "exited 137";
 /// The operations of a day with it, as the page names them.
 pub const DAY: &str = "`run`, `exec`, `logs`, `top`, `stats`, `pause`, `update`, `stop`, `restart`, `wait`";
 
-const GOES_ON: &str = "the container goes on ([why](#nerdctl-and-docker))";
+const GOES_ON: &str = "the container continues ([why](#nerdctl-and-docker))";
 
 /// The start from a checkpoint, as the page names it.
 pub const START: &str = "`start --checkpoint`";
@@ -108,15 +108,16 @@ impl Client<'_> {
         Ok(lines)
     }
 
-    /// The counter goes on from where it is.
+    /// The counter continues from where it is.
     pub fn goes_on(&self, more: u64) -> Result<()> {
         let from = self.lines()?.reached(1);
-        wait_for("the counter to go on", LIMIT, || {
+        wait_for("the counter to continue", LIMIT, || {
             Ok((self.lines()?.reached(1) >= from + more).then_some(()))
         })
     }
 
-    /// The counter goes on from its checkpoint, after which it may have written on, and did not begin again.
+    /// The counter continues from its checkpoint, after which it may have written on, and did not begin
+    /// again.
     pub fn came_back(&self) -> Result<()> {
         let from = self.lines()?.reached(1);
         wait_for("iterations since the start", LIMIT, || {
@@ -148,7 +149,7 @@ impl Client<'_> {
         gpus_used_by(self.host, &[pid])
     }
 
-    /// Checkpoints `job`, which goes on.
+    /// Checkpoints `job`, which continues.
     pub fn checkpoints(&self, name: &str) -> Result<()> {
         self.does(&["checkpoint", "create", "--leave-running", "job", name])?;
         self.goes_on(3)

@@ -165,7 +165,7 @@ impl<'h> Container<'h> {
         &self.id
     }
 
-    /// Checkpoints the task and the root file system into `image`; the container goes on.
+    /// Checkpoints the task and the root file system into `image`; the container continues.
     pub fn checkpoint(&self, image: &str) -> Result<Move> {
         let begun = Instant::now();
         let checkpoint = self.host.node().run(&checkpoint_command(&self.id, image));
@@ -192,7 +192,7 @@ impl<'h> Container<'h> {
     }
 
     /// Checkpoints a container that was restored from `image`, which goes: with it, containerd 1.7 would
-    /// leave the task out. What was restored is what can be checkpointed and goes on.
+    /// leave the task out. What was restored is what can be checkpointed and continues.
     pub fn checkpoints_again(&self, image: &str) -> Result<()> {
         self.host.remove_image(image)?;
         self.checkpoint("checkpoint/again")?;
@@ -333,7 +333,7 @@ impl<'h> Container<'h> {
         })
     }
 
-    /// Waits a little and makes sure that it does not go on meanwhile.
+    /// Waits a little and makes sure that it does not continue meanwhile.
     pub fn stands_still(&self) -> Result<()> {
         let before = self.lines()?.0.len();
         // A span, not a condition: nothing must happen in it. Four steps of the counter.
@@ -341,7 +341,7 @@ impl<'h> Container<'h> {
         let after = self.lines()?.0.len();
         ensure!(
             before == after,
-            "{} went on from line {before} to {after}",
+            "{} continued from line {before} to {after}",
             self.id
         );
         Ok(())

@@ -36,7 +36,7 @@ impl<'h> StallFs<'h> {
         Ok(fs)
     }
 
-    /// Lets these operations hang from now on: `&["unlink", "stat"]`. Those that are not named go on.
+    /// Lets these operations hang from now on: `&["unlink", "stat"]`. Those that are not named continue.
     pub fn stall(&self, operations: &[&str]) -> Result<()> {
         // Replaced: the server must not read half of it.
         let new = self.host.node().path(format!("{}.new", self.point));
@@ -45,7 +45,7 @@ impl<'h> StallFs<'h> {
         std::fs::rename(new, control).context("write what hangs")
     }
 
-    /// Lets everything go on.
+    /// Lets everything continue.
     pub fn go_on(&self) -> Result<()> {
         self.stall(&[])
     }

@@ -110,7 +110,8 @@ impl Task {
         self.runtime.block_on(answer(self.client.clone(), call))
     }
 
-    /// Calls a method of the task service and goes on before it has answered. The shim gets this time limit.
+    /// Calls a method of the task service and continues before it has answered. The shim gets this time
+    /// limit.
     pub fn begin<Answer: Message>(
         &self,
         method: &str,

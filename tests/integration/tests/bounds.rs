@@ -129,7 +129,7 @@ fn a_process_chain_with_100000_descriptors_costs_nothing(platform: Platform) -> 
     })
 }
 
-/// The image's file system does not answer: the checkpoint is refused in time, and everybody goes on.
+/// The image's file system does not answer: the checkpoint is refused in time, and everybody continues.
 fn an_image_directory_that_hangs_blocks_nobody(platform: Platform) -> Result<()> {
     on([host(platform, "ho-image")?], |[host]| {
         host.configure("[deadlines]\nlook = \"2s\"\n")?;
@@ -166,7 +166,7 @@ fn an_image_directory_that_hangs_blocks_nobody(platform: Platform) -> Result<()>
 }
 
 /// The source of a bind mount does not answer when a container is restored: Create fails in time, other
-/// containers of the pod go on, and the next restore works when the file server is back.
+/// containers of the pod continue, and the next restore works when the file server is back.
 fn a_bind_source_that_hangs_fails_create_and_not_the_pod(platform: Platform) -> Result<()> {
     on([host(platform, "ho-bind")?], |[host]| {
         host.configure("[deadlines]\nlook = \"2s\"\n")?;

@@ -101,7 +101,7 @@ fn connections_are_refused_by_name_and_kept_in_the_source(platform: Platform) ->
             a.configure("[checkpoint]\ntcp = \"auto\"\n")?;
             let audit = a.firn(&["audit", "job"])?.to_string();
             ensure!(
-                audit.contains("in a copy 2 go on, 1 are closed (process "),
+                audit.contains("in a copy 2 continue, 1 are closed (process "),
                 "{audit}"
             );
             source.checkpoint("checkpoint/job")?;

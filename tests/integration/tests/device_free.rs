@@ -1,4 +1,5 @@
-//! Jobs that let go of every device before a checkpoint: their copies go on with other devices, or with none.
+//! Jobs that let go of every device before a checkpoint: their copies continue with other devices, or with
+//! none.
 //!
 //! Needs root.
 
@@ -245,7 +246,7 @@ fn a_copy_of_the_sources_spec_gets_what_the_node_has(platform: Platform) -> Resu
     })
 }
 
-/// A checkpoint is refused for this, before runc is called; the job goes on on its GPU.
+/// A checkpoint is refused for this, before runc is called; the job continues on its GPU.
 fn refused(job: &Container<'_>, host: &GpuHost, named: &[&str]) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/never"))?;
     for part in [&["FIRN-GPU-HELD:", "after the hook prepare", "hint: "], named].concat() {

@@ -1,5 +1,5 @@
 //! docker, the client and its daemon: what it shows with firn is what it shows with the stock shim, and
-//! containers with GPUs go on by its checkpoint commands, where docker itself can.
+//! containers with GPUs continue by its checkpoint commands, where docker itself can.
 //!
 //! Needs root. docker is Debian's: 28 with containerd 2.1, 26 with containerd 1.7.
 

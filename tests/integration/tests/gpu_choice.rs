@@ -34,7 +34,7 @@ fn image(a: &GpuHost, b: &GpuHost, gpus: &[&str], options: &[&str]) -> Result<()
     a.send_image("checkpoint/job", b).map(drop)
 }
 
-/// The image restores onto this GPU, where the counter goes on.
+/// The image restores onto this GPU, where the counter continues.
 fn lands_on(host: &GpuHost, number: u32) -> Result<()> {
     let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
     copy.goes_on(3)?;

@@ -78,7 +78,7 @@ fn count<'h>(host: &'h GpuHost, id: &str, options: &[&str]) -> Result<Container<
     Ok(Container::run(host, id, &options, &COUNT)?.counting(1))
 }
 
-/// The container runs on the first GPU, lives through a checkpoint, and goes on on another node.
+/// The container runs on the first GPU, lives through a checkpoint, and continues on another node.
 fn moves(a: &GpuHost, b: &GpuHost, options: &[&str], expected: &str) -> Result<()> {
     let source = count(a, "job", options)?;
     source.goes_on(3)?;

@@ -380,7 +380,7 @@ fn a_resumed_hook_that_fails_keeps_the_image(platform: Platform) -> Result<()> {
         let logged = |code: &str| {
             let (log, expected) = (
                 host.log(),
-                format!("{code}: container job goes on after its checkpoint"),
+                format!("{code}: container job continues after its checkpoint"),
             );
             ensure!(log.contains(&expected), "{log}");
             Ok(())

@@ -1,4 +1,4 @@
-//! The main job: a counter in GPU memory goes on after a checkpoint, and on another GPU after a restore.
+//! The main job: a counter in GPU memory continues after a checkpoint, and on another GPU after a restore.
 //!
 //! Needs root. Every story uses `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
@@ -62,7 +62,8 @@ fn expected(host: &GpuHost, job: &Job) -> Vec<String> {
     host.uuids()[..job.gpus.len()].to_vec()
 }
 
-/// The whole way: the source goes on after its checkpoint, the copy goes on on other GPUs of another node.
+/// The whole way: the source continues after its checkpoint, the copy continues on other GPUs of another
+/// node.
 fn moves(platform: Platform, name: &str, job: &Job) -> Result<()> {
     on(pair(platform, name)?, |[a, b]| {
         let source = Container::count_with(a, "job", job.gpus, job.counters, job.options, job.arguments)?;
@@ -96,7 +97,7 @@ fn moves(platform: Platform, name: &str, job: &Job) -> Result<()> {
         assert_eq!(copy.status()?, "RUNNING");
         copy.remove()?;
         let claims = Claims::of_ctr(a, FIRN)?;
-        claims.works("`containers checkpoint --task`, the container goes on")?;
+        claims.works("`containers checkpoint --task`, the container continues")?;
         claims.works("`containers restore`, on another node and GPU")?;
         b.idle()
     })
@@ -108,7 +109,7 @@ fn an_nvml_monitor_moves_with_the_cuda_process(platform: Platform) -> Result<()>
     let sees = |job: &Container<'_>| -> Result<()> {
         let lines = || -> Result<usize> { Ok(job.exec(&["cat", "/dev/shm/monitor.log"])?.lines().count()) };
         let before = lines()?;
-        wait_for("the monitor to go on", Duration::from_secs(30), || {
+        wait_for("the monitor to continue", Duration::from_secs(30), || {
             Ok((lines()? > before + 2).then_some(()))
         })
     };
@@ -197,7 +198,7 @@ fn a_restored_container_is_ordinary_and_moves_back(platform: Platform) -> Result
     })
 }
 
-/// A container that its user has paused is checkpointed and stays paused, and goes on when it is resumed.
+/// A container that its user has paused is checkpointed and stays paused, and continues when it is resumed.
 fn a_paused_container_stays_paused(platform: Platform) -> Result<()> {
     on([host(platform, "mv-paused", 1)?], |[host]| {
         let job = Container::count(host, "job", ONE.gpus, 1, &[])?;

@@ -1,5 +1,5 @@
 //! nerdctl, the client: what it shows with firn is what it shows with the stock shim, and containers with
-//! GPUs go on by its checkpoint commands.
+//! GPUs continue by its checkpoint commands.
 //!
 //! Needs root, and Go to build nerdctl.
 
@@ -81,8 +81,8 @@ fn a_day_with_it_is_as_with_the_stock_shim(platform: Platform) -> Result<()> {
     })
 }
 
-/// Under firn's own name a container goes on after its checkpoint. In the stock shim's place it ends with it
-/// where nerdctl asks for that. It begins again from there.
+/// Under firn's own name a container continues after its checkpoint. In the stock shim's place it ends with
+/// it where nerdctl asks for that. It begins again from there.
 fn containers_with_gpus_go_on_from_their_checkpoints(platform: Platform) -> Result<()> {
     on([host(platform, "ne-gpu", &[SimGpu::h200(1)])?], |[node]| {
         node.drop_in()?;
@@ -136,7 +136,7 @@ fn ticks(client: &Client<'_>, verb: &[&str], gpu: usize) -> Result<String> {
     client.does(&[verb, &options, &command].concat())
 }
 
-/// `job` goes on from its checkpoint, on this GPU.
+/// `job` continues from its checkpoint, on this GPU.
 fn came_back(client: &Client<'_>, gpu: usize) -> Result<()> {
     client.came_back()?;
     let (all, used) = (client.host.uuids(), client.gpus_in_use()?);
@@ -242,7 +242,7 @@ fn known(node: &GpuHost, id: &str) -> Result<[Value; 2]> {
     Ok([known["Spec"].take(), known["SnapshotKey"].take()])
 }
 
-/// A restore into a container that fails or is interrupted leaves it as it was, and one that runs goes on.
+/// A restore into a container that fails or is interrupted leaves it as it was, and one that runs continues.
 fn a_restore_into_a_container_that_fails_costs_nothing(platform: Platform) -> Result<()> {
     let gpus = [SimGpu::h200(1), SimGpu::h200(2)];
     on([host(platform, "ne-fail", &gpus)?], |[node]| {

@@ -155,7 +155,8 @@ fn connections(job: &Container<'_>) -> Result<usize> {
     Ok(table.lines().filter(established).count())
 }
 
-/// Ranks are checkpointed, go on, and are brought back on another node with their GPUs the other way round.
+/// Ranks are checkpointed, continue, and are brought back on another node with their GPUs the other way
+/// round.
 fn ranks_over_sockets_move_with_their_connections(platform: Platform) -> Result<()> {
     on(
         [host(platform, "rk-move-a", 1)?, host(platform, "rk-move-b", 3)?],
@@ -196,7 +197,7 @@ fn ranks_over_sockets_move_with_their_connections(platform: Platform) -> Result<
 
 // Not on trixie: CRIU 4.1 asks TCP sockets for SO_PASSSEC, which Linux has refused since 6.16.
 
-/// A checkpoint is refused with this code before runc is called, and the job goes on with its connections.
+/// A checkpoint is refused with this code before runc is called, and the job continues with its connections.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str) -> Result<String> {
     let output = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");

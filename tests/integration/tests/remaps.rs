@@ -42,7 +42,7 @@ fn refused(host: &GpuHost, restore: &str, code: &str) -> Result<()> {
     host.idle()
 }
 
-/// The restore goes on, on these GPUs. Returns containerd's log lines about it.
+/// The restore continues, on these GPUs. Returns containerd's log lines about it.
 fn restored(host: &GpuHost, restore: &str, counters: usize, on: &[usize]) -> Result<String> {
     host.configure(&format!("[restore]\n{restore}\n"))?;
     let before = host.log_length()?;

@@ -37,7 +37,7 @@ fn refused(host: &GpuHost, image: &str, code: &str) -> Result<()> {
     host.idle()
 }
 
-/// The image restores and the counter goes on.
+/// The image restores and the counter continues.
 fn restores(host: &GpuHost, image: &str) -> Result<()> {
     let (job, _) = Container::restore(host, "job", image, 1)?;
     job.goes_on(3)?;
@@ -333,7 +333,7 @@ fn a_gpu_denied_by_the_cgroup_fails_the_restore(platform: Platform) -> Result<()
 const BEATING: &str = "(while :; do echo x >>/beats; sleep 0.05; done) & echo $! >/pid; \
                        exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
 
-/// The counter goes on and the loop is stopped, from this number of beats on.
+/// The counter continues and the loop is stopped, from this number of beats on.
 fn only_the_counter_goes_on(job: &Container<'_>, from: usize) -> Result<()> {
     job.goes_on(3)?;
     let stat = job.exec(&["sh", "-c", "cat /proc/$(cat /pid)/stat"])?;

@@ -156,8 +156,8 @@ fn programs_started_after_a_restore_find_the_driver(platform: Platform) -> Resul
     )
 }
 
-/// Moves a job from `a` to `b` without the files that it has written. It goes on, and programs started in it
-/// find the driver.
+/// Moves a job from `a` to `b` without the files that it has written. It continues, and programs started in
+/// it find the driver.
 fn without_written_files<'b>(a: &GpuHost, source: Container<'_>, b: &'b GpuHost) -> Result<Container<'b>> {
     let image = ["--task", "job", "checkpoint/job"];
     a.node()

@@ -52,7 +52,7 @@ fn fail(
     Ok(())
 }
 
-/// CRIU dumps a process with open devices only when the driver has taken its state, and the process goes on
+/// CRIU dumps a process with open devices only when the driver has taken its state, and the process continues
 /// after both.
 fn criu_dumps_only_processes_the_driver_has_checkpointed(platform: Platform) -> Result<()> {
     on([host(platform, "fd-dump", &[SimGpu::h200(1)])?], |[host]| {
@@ -188,7 +188,8 @@ fn gpu_memory_ends_with_its_process(platform: Platform) -> Result<()> {
         assert_eq!(host.gpu_memory()?, [0]);
 
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
-        // The copy's memory is in its image, not on the GPU: without the driver it has none and cannot go on.
+        // The copy's memory is in its image, not on the GPU: without the driver it has none and cannot
+        // continue.
         assert_eq!(host.gpu_memory()?, [0]);
         copy.stands_still()?;
         fail(host, "unlock", &copy.pids()?, &[], "CUDA_ERROR_ILLEGAL_STATE")?;
@@ -298,7 +299,7 @@ fn a_running_process_follows_the_device_rules_to_other_gpus(platform: Platform) 
             job.goes_on(3)?;
             assert_eq!(job.gpus_in_use()?, [&*gpus[new].uuid]);
         }
-        assert_eq!(job.pid()?, pid, "another process goes on");
+        assert_eq!(job.pid()?, pid, "another process continues");
         job.remove()?;
         host.idle()
     })

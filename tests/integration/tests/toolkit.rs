@@ -134,7 +134,7 @@ fn has_no_mounting_hook(host: &GpuHost, id: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a counter that lives through a checkpoint and goes on on the other node. Returns it there.
+/// Runs a counter that lives through a checkpoint and continues on the other node. Returns it there.
 fn moves<'h>(a: &GpuHost, b: &'h GpuHost, options: &[&str], gpu: usize) -> Result<Container<'h>> {
     let source = count(a, "job", options)?;
     source.goes_on(3)?;

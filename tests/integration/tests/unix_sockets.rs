@@ -2,7 +2,7 @@
 //! them.
 //!
 //! The job and the node share a directory, /srv/agent on the node and /agent in the container, with the
-//! addresses of servers. Sockets whose both ends are inside go on in every case.
+//! addresses of servers. Sockets whose both ends are inside continue in every case.
 //!
 //! Needs root.
 
@@ -160,7 +160,7 @@ fn a_client_of_a_server_outside_is_refused_by_name_or_closed_in_the_copy(platfor
 }
 
 /// As a log daemon's /dev/log. In a network namespace of the container's own CRIU does not see the daemon.
-/// The source goes on once, and ends once.
+/// The source continues once, and ends once.
 fn a_datagram_socket_is_closed_in_the_copy_alone(platform: Platform) -> Result<()> {
     on([host(platform, "unix-log", 1)?], |[host]| {
         let address = "/srv/agent/log";

@@ -110,7 +110,7 @@ fn counts_on(host: &GpuHost, id: &str, more: usize) -> Result<()> {
     let path = host.node().path(format!("{BUNDLES}/{id}/rootfs/log"));
     let read = || std::fs::read_to_string(&path).unwrap_or_default().lines().count();
     let from = read();
-    wait_for("the count to go on", LIMIT, || {
+    wait_for("the count to continue", LIMIT, || {
         Ok((read() >= from + more).then_some(()))
     })
 }

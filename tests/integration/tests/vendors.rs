@@ -63,7 +63,7 @@ fn beats_on(host: &GpuHost) -> Result<()> {
     Container::known(host, "job").beats_on()
 }
 
-/// A checkpoint is refused with this code, for this node, before runc is called, and the container goes on;
+/// A checkpoint is refused with this code, for this node, before runc is called, and the container continues;
 /// an audit reports it beforehand.
 fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
     let (status, report) = host.firn_shows(&["audit", "job"])?;

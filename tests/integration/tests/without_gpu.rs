@@ -268,7 +268,7 @@ fn counts_on(container: &Container<'_>, host: &GpuHost, more: usize) -> Result<u
         .path(format!("{BUNDLES}/{}/rootfs/log", container.id()));
     let read = || std::fs::read_to_string(&path).unwrap_or_default().lines().count();
     let from = read();
-    wait_for("the count to go on", LIMIT, || {
+    wait_for("the count to continue", LIMIT, || {
         Ok((read() >= from + more).then_some(()))
     })?;
     let text = std::fs::read_to_string(&path)?;
@@ -327,7 +327,7 @@ fn a_checkpoint_that_ends_it(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(seen.join("\n"))
 }
 
-/// A dump that CRIU refuses: the container goes on.
+/// A dump that CRIU refuses: the container continues.
 fn a_checkpoint_that_fails(host: &GpuHost, runtime: &str) -> Result<String> {
     let options = ["--runtime", runtime, "--device", "/dev/loop-control"];
     let script = format!("exec 3</dev/loop-control; {COUNT}");

@@ -17,7 +17,7 @@ pub(crate) fn progress(what: &str) {
     eprintln!("node: {what}");
 }
 
-/// Refuses to go on without root.
+/// Refuses to continue without root.
 pub(crate) fn require_root() -> Result<()> {
     ensure!(
         geteuid().is_root(),

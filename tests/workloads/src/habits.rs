@@ -235,7 +235,7 @@ pub fn chain(length: usize) -> nix::Result<()> {
         // SAFETY: this program has one thread yet; the child calls prctl, fork and pause alone.
         match unsafe { fork() } {
             Ok(ForkResult::Child) => end_with(parent),
-            // The first is the program that goes on.
+            // The first is the program that continues.
             Ok(ForkResult::Parent { .. }) if at == 0 => return Ok(()),
             Err(error) if at == 0 => return Err(error),
             Ok(ForkResult::Parent { .. }) | Err(_) => break,

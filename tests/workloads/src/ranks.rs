@@ -72,7 +72,7 @@ impl Ranks {
 /// What the ranks sum up on their GPUs: a rank's GPU has done its part when all ranks have started theirs.
 ///
 /// The ranks report what they have started to rank 0, which reports to all what all have started. Threads of
-/// their own do that, as in NCCL: they go on while their process is locked.
+/// their own do that, as in NCCL: they continue while their process is locked.
 pub struct Sums {
     rank: usize,
     started: u32,

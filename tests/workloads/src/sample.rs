@@ -1,7 +1,7 @@
 //! `gpu-sample`: small programs, each with one habit that may keep it from being checkpointed, or looks as if
 //! it did.
 //!
-//! Each goes on for ever and writes into its GPU memory what it checks in the next iteration: `sample NAME
+//! Each continues for ever and writes into its GPU memory what it checks in the next iteration: `sample NAME
 //! pid=7 iter=12 ok`, for every process. Exits with 1 on the first wrong byte or driver error. What an audit
 //! reports for them and what the driver does is compared by `tests/gpu/samples.py`. None has more than 2 MiB
 //! of managed memory.

@@ -1,4 +1,4 @@
-//! `unix-talk`: both ends of a connection over a Unix socket, which write into a file how it goes on.
+//! `unix-talk`: both ends of a connection over a Unix socket, which write into a file how it continues.
 //!
 //! A client sends twenty times a second, and writes `x` for each answer of a stream, and for each datagram
 //! that it could send. When that fails, it writes why and waits for ever.

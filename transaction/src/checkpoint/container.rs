@@ -265,7 +265,7 @@ impl ContainerEffects<'_> {
         }
         if found.closed > 0 {
             log::info!(
-                "{} TCP sockets are closed in the checkpoint of {id}, {} go on",
+                "{} TCP sockets are closed in the checkpoint of {id}, {} continue",
                 found.closed,
                 found.kept
             );

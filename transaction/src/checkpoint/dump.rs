@@ -184,7 +184,7 @@ impl Leftovers {
     }
 
     /// Keeps CRIU's log if `keep_log`, and removes everything but a complete image. Work that takes too
-    /// long goes on in the background.
+    /// long continues in the background.
     pub(super) async fn tidy(
         self,
         container: &Container,

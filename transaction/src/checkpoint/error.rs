@@ -96,19 +96,19 @@ pub enum EffectError {
     #[error("another container of its pod cannot be checkpointed")]
     #[problem(
         "FIRN-POD",
-        "see the error of that container in containerd's log; this one goes on"
+        "see the error of that container in containerd's log; this one continues"
     )]
     Others,
     #[error("the other containers of its pod were not ready within {} s", limit.as_secs())]
     #[problem(
         "FIRN-POD",
-        "see containerd's log for the container that does not answer; all go on"
+        "see containerd's log for the container that does not answer; all continue"
     )]
     OthersLate { limit: Duration },
     #[error("its client wants the checkpoint no more")]
     #[problem(
         "FIRN-INTERRUPTED",
-        "nothing is left of it, and every container of the pod goes on"
+        "nothing is left of it, and every container of the pod continues"
     )]
     Withdrawn,
     #[error("firn itself has failed; containerd's log has the panic")]
@@ -157,7 +157,7 @@ pub enum EffectError {
 }
 
 impl EffectError {
-    /// Why a transaction that was stopped does not go on.
+    /// Why a transaction that was stopped does not continue.
     pub(super) fn stopped(cancel: &CancellationToken) -> Self {
         if cancel.is_cancelled() {
             Self::Killed
@@ -244,11 +244,13 @@ pub enum CheckpointError {
     /// Refused: nothing was begun.
     #[error("{}", line(format_args!("cannot checkpoint container {container}"), cause))]
     Refused { container: String, cause: EffectError },
-    /// It failed and was rolled back: the workload goes on.
+    /// It failed and was rolled back: the workload continues.
     #[error(
         "{}",
         line(
-            format_args!("checkpoint of container {container} failed, the workload goes on: cannot {phase}"),
+            format_args!(
+                "checkpoint of container {container} failed, the workload continues: cannot {phase}"
+            ),
             cause
         )
     )]
@@ -298,9 +300,9 @@ pub enum CheckpointError {
         image: PathBuf,
         cause: EndError,
     },
-    /// The image is complete, and the container goes on, but its hook `resumed` has failed.
+    /// The image is complete, and the container continues, but its hook `resumed` has failed.
     #[error(
-        "{}: the checkpoint of container {container} in {} is complete and the container goes on: {}. \
+        "{}: the checkpoint of container {container} in {} is complete and the container continues: {}. \
          hint: {}; {}",
         cause.code(),
         image.display(),
@@ -313,9 +315,10 @@ pub enum CheckpointError {
         image: PathBuf,
         cause: HookError,
     },
-    /// The container goes on after a checkpoint for which its client had paused it, but its hook has failed.
+    /// The container continues after a checkpoint for which its client had paused it, but its hook has
+    /// failed.
     #[error(
-        "{}: container {container} goes on after its checkpoint: {}. hint: {}",
+        "{}: container {container} continues after its checkpoint: {}. hint: {}",
         cause.code(),
         Chain(cause),
         cause.hint()

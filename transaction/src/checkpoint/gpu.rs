@@ -108,7 +108,7 @@ async fn end(effects: &mut ContainerEffects<'_>, proof: EndProof) -> Result<(), 
     ended
 }
 
-/// Makes sure that the image of a container that goes on is on its disk. One that is not is removed.
+/// Makes sure that the image of a container that continues is on its disk. One that is not is removed.
 async fn sync(effects: &mut ContainerEffects<'_>) -> Result<(), Failure<EffectError>> {
     let synced = effects.sync().await;
     if synced.is_err() {
@@ -180,7 +180,7 @@ impl End {
             }
             _ => {}
         }
-        // Order matters: what goes on does not wait for the disk.
+        // Order matters: what continues does not wait for the disk.
         if result.is_ok() && resumed.is_ok() && !request.exit && !request.image.is_containerds() {
             result = sync(effects).await;
             is_alive = result.is_ok() || effects.is_left_alive().await;

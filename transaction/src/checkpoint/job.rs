@@ -38,7 +38,7 @@ impl ContainerEffects<'_> {
         Ok(self.journal.enter(Phase::Inspect).await?)
     }
 
-    /// Calls the hook `resumed` in a container that goes on, or lets Resume call it.
+    /// Calls the hook `resumed` in a container that continues, or lets Resume call it.
     pub(super) async fn call_resumed(&mut self) -> Result<(), HookError> {
         let facts = self.facts(JobHook::Resumed);
         if !self.caller().names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
@@ -50,7 +50,7 @@ impl ContainerEffects<'_> {
         Ok(())
     }
 
-    /// Calls the hook `failed` in a container that goes on after its checkpoint has failed by `error`, or
+    /// Calls the hook `failed` in a container that continues after its checkpoint has failed by `error`, or
     /// lets Resume call it.
     pub(super) async fn call_failed(&mut self, error: &EffectError) {
         let mut facts = self.facts(JobHook::Failed);
@@ -66,7 +66,7 @@ impl ContainerEffects<'_> {
         !matches!(self.cgroup.freezer_state(), Ok(FreezerState::Thawed))
     }
 
-    /// Whether the client has paused the container: then the hook is called when it goes on.
+    /// Whether the client has paused the container: then the hook is called when it continues.
     fn is_left_to_resume(&self, facts: &Facts) -> bool {
         let is_frozen = self.is_frozen();
         if is_frozen {

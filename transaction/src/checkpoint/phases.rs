@@ -37,7 +37,7 @@ pub use crate::phase::Phase;
 use crate::warn::OrWarn;
 use firn_host::Chain;
 
-/// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload goes on as before.
+/// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload continues as before.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {phase}")]
 pub struct Failure<E: std::error::Error + 'static> {
@@ -316,8 +316,8 @@ pub(crate) async fn park<E: Dump>(
     Ok(at.processes)
 }
 
-/// Restores the GPU state of a parked container, which goes on. After a failure it stays parked; some of its
-/// processes may be locked, with their state on GPUs.
+/// Restores the GPU state of a parked container, which continues. After a failure it stays parked; some of
+/// its processes may be locked, with their state on GPUs.
 pub(crate) async fn unpark<E: Device>(effects: &mut E, processes: &[CudaProcess]) -> Result<(), E::Error> {
     note(effects, Phase::GpuRestore).await;
     if processes.is_empty() {

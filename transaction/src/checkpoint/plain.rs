@@ -133,7 +133,7 @@ async fn dump_plain(
     dumped
 }
 
-/// Makes sure that the image is on its disk. The container goes on, or CRIU has ended it. What containerd
+/// Makes sure that the image is on its disk. The container continues, or CRIU has ended it. What containerd
 /// copies and syncs itself is left to it, unless its container has ended.
 async fn synced(container: &Container, request: &Request) -> Result<(), CheckpointError> {
     let image = &request.image;

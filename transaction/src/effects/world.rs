@@ -418,7 +418,7 @@ impl Dump for World {
     }
 
     async fn release_from_criu(&mut self) {
-        // What cannot be released is logged: the workload goes on with connections that hang.
+        // What cannot be released is logged: the workload continues with connections that hang.
         let _ = self.call("release_from_criu");
         self.locked_network = false;
     }

@@ -44,7 +44,7 @@ pub async fn rollback(container: &Container) {
 /// Rolls back a restore whose program was killed, by its journal.
 pub async fn after_kill(container: &Container, recovery: &Recovery) {
     huge_pages::recover().await;
-    // Order matters: CRIU goes on without its caller.
+    // Order matters: CRIU continues without its caller.
     recovery.end_programs(GONE).await;
     if container.bundle.join(names::BUNDLE_OTHERS_CGROUP).exists() {
         let deleted = container.runc.ensure_deleted().await;

@@ -27,7 +27,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(root().join(path)).unwrap()
 }
 
-/// Words of a text that begin so and go on with these characters.
+/// Words of a text that begin so and continue with these characters.
 fn words<'t>(text: &'t str, prefix: &str, is_part: impl Fn(char) -> bool) -> Vec<&'t str> {
     let starts = text.match_indices(prefix).map(|(at, _)| at);
     starts

@@ -116,7 +116,7 @@ impl Counting {
         std::thread::sleep(STILL);
         match self.read()? {
             0 => Ok(()),
-            lines => bail!("it went on by {lines} lines"),
+            lines => bail!("it continued by {lines} lines"),
         }
     }
 }

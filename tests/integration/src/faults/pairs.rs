@@ -81,7 +81,7 @@ impl Pairs {
 
 /// What firn does when something has gone wrong.
 enum After {
-    /// The flow goes on.
+    /// The flow continues.
     Forward,
     /// It is rolled back; with GPU state to restore, or without.
     Back { taken: bool },

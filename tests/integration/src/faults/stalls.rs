@@ -23,7 +23,7 @@ const INSIDE: &str = "/stall";
 const OVER: Duration = Duration::from_secs(90);
 /// In which a container must be gone that is killed and deleted.
 const GONE: Duration = Duration::from_secs(15);
-/// In which what is left goes when the file system goes on.
+/// In which what is left goes when the file system continues.
 const TIDY: Duration = Duration::from_secs(30);
 
 /// A file system that hangs.
@@ -72,7 +72,7 @@ pub enum Since {
 /// What comes of the container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Then {
-    /// It goes on, and the file system does in the end.
+    /// It continues, and the file system does in the end.
     GoesOn,
     /// It is killed and deleted after the checkpoint, while the file system still hangs.
     Ended,
@@ -139,7 +139,7 @@ impl Stall {
     }
 }
 
-/// Success leaves an image; a failure whose container goes on leaves nothing of one.
+/// Success leaves an image; a failure whose container continues leaves nothing of one.
 fn leaves_no_half_image(testbed: &Testbed, stall: Stall, outcome: Outcome) -> Result<()> {
     let image = testbed.host.node().path(stall.image());
     let left = || {

@@ -120,7 +120,7 @@ pub fn lent(cluster: &Cluster) -> Result<()> {
     reaches(cluster, "answer", 20)?;
     ensure!(
         reaches(cluster, "train", before - 1)? == stands,
-        "the lent pod went on"
+        "the lent pod continued"
     );
     cluster.kubectl(&["delete", "pod", "answer"])?;
     reaches(cluster, "train", stands + 5)?;

@@ -13,14 +13,14 @@ use crate::{installed, plugins};
 type Story = fn(&Cluster) -> Result<()>;
 
 pub const STORIES: &[(&str, Story)] = &[
-    ("a drained job goes on on the other node", drained),
+    ("a drained job continues on the other node", drained),
     ("what cannot be drained is named and not touched", not_drained),
     (
         "a job whose memory lies in a store, or that writes to a volume, is not ended",
         kept,
     ),
     ("a drain that fails costs nothing", failed_drains),
-    ("a drain keeps what goes on nowhere", late),
+    ("a drain keeps what continues nowhere", late),
     ("the example of a Job is drained as written", job),
     ("the example of a Pod runs as written", pod),
     (
@@ -223,7 +223,7 @@ fn drained(cluster: &Cluster) -> Result<()> {
     let reached = answers(cluster, &before, 5)?;
     let (moved, printed) = cluster.drain(&[cluster.north.name()])?;
     println!("{printed}");
-    ensure!(moved && printed.contains("goes on on south"), "{printed}");
+    ensure!(moved && printed.contains("continues on south"), "{printed}");
     let after = running(cluster, "server", 1)?.remove(0);
     ensure!(
         node_of(&after) == cluster.south.name(),
@@ -289,7 +289,7 @@ fn not_drained(cluster: &Cluster) -> Result<()> {
     remove(cluster, "named")
 }
 
-/// Nothing is left of a drain, and the job goes on.
+/// Nothing is left of a drain, and the job continues.
 fn goes_on_here(cluster: &Cluster, pod: &Value, reached: u64) -> Result<u64> {
     for member in cluster.members() {
         let left = files(member, NAMED)? + &files(member, CHECKPOINTS)?;

@@ -51,7 +51,7 @@ pub const POINTS: &[Point] = &[
         spec_without_sense,
     ),
     Point::same(
-        "1.4 exec: one that runs goes on when init's stdio is closed, and ends with init",
+        "1.4 exec: one that runs continues when init's stdio is closed, and ends with init",
         "exec code 137",
         ends_with_init,
     ),

@@ -28,7 +28,7 @@ pub const POINTS: &[Point] = &[
     // crun has CRIU restore also the cgroups of v1, which a lab's v2 host hides; crun 1.28 of forky names no
     // mount of cgroup v1 to CRIU.
     Point::same("1.3 crun: checkpoint and restore", "not ", checkpoint_with_crun)
-        .better("restored, goes on")
+        .better("restored, continues")
         .on(On::TrixieV1),
     Point::same(
         "1.3 crun: checkpoint of GPU state",
@@ -259,7 +259,7 @@ fn end_shim(place: &Place<'_>) -> Result<()> {
     Ok(())
 }
 
-/// How far a counter of [`COUNT`] is. One that began again does not go on where its file ends.
+/// How far a counter of [`COUNT`] is. One that began again does not continue where its file ends.
 fn count(container: &Container<'_>) -> Result<u64> {
     let text = container.exec(&["cat", "/n"])?;
     // The last line may be on its way.
@@ -292,9 +292,9 @@ pub fn checkpoint_and_restore(place: &Place<'_>, options: &[&str]) -> Result<Str
     if let Err(error) = container.checkpoint(image) {
         let from = count(&container)?;
         reaches(&container, from + 2)?;
-        ensure!(container.status()? == "RUNNING", "it does not go on");
+        ensure!(container.status()? == "RUNNING", "it does not continue");
         container.remove()?;
-        return Ok(format!("not checkpointed, goes on: {error:#}"));
+        return Ok(format!("not checkpointed, continues: {error:#}"));
     }
     let from = reaches(&container, 3)?;
     reaches(&container, from + 2)?;
@@ -314,7 +314,7 @@ pub fn checkpoint_and_restore(place: &Place<'_>, options: &[&str]) -> Result<Str
     let exec = copy.exec(&["echo", "exec"])?;
     copy.remove()?;
     place.host.remove_image(image)?;
-    Ok(format!("restored, goes on, listed: {pids}, {exec}"))
+    Ok(format!("restored, continues, listed: {pids}, {exec}"))
 }
 
 fn checkpoint_with_crun(place: &Place<'_>) -> Result<String> {

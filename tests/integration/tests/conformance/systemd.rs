@@ -40,7 +40,7 @@ pub const POINTS: &[Point] = &[
     .on(On::Systemd),
     Point::same(
         "1.3 systemd: checkpoint and restore",
-        "restored, goes on, listed: true",
+        "restored, continues, listed: true",
         checkpoint,
     )
     .on(On::Systemd),
@@ -49,7 +49,7 @@ pub const POINTS: &[Point] = &[
         "checkpoint failed",
         gpu_checkpoint,
     )
-    .better("restored in /system.slice/firn-c.scope, goes on")
+    .better("restored in /system.slice/firn-c.scope, continues")
     .on(On::Systemd),
     Point::same(
         "1.3 systemd: a container whose shim was killed",
@@ -211,7 +211,7 @@ fn gpu_checkpoint(place: &Place<'_>) -> Result<String> {
             let cgroup = cgroup(place, &copy)?;
             copy.remove()?;
             place.host.remove_image(image)?;
-            format!("restored in {cgroup}, goes on")
+            format!("restored in {cgroup}, continues")
         }
     };
     Ok(format!("{seen}\n{}", no_scope(place)?))

@@ -17,14 +17,14 @@ use crate::named::{cold, on_gpu};
 
 pub const POINTS: &[Point] = &[
     point(
-        "cri-pods: two containers with GPUs go on, and are restored on each other's GPU",
-        "containerd: Unimplemented, Unimplemented; CREATED, CREATED; both go on with their files; no link is \
-         left",
+        "cri-pods: two containers with GPUs continue, and are restored on each other's GPU",
+        "containerd: Unimplemented, Unimplemented; CREATED, CREATED; both continue with their files; no link \
+         is left",
         whole,
     ),
     point(
         "cri-pods: a checkpoint whose deadline passes, or whose caller is killed, or that is stopped",
-        "deadline, killed, stopped, restarted: all go on, nothing is left",
+        "deadline, killed, stopped, restarted: all continue, nothing is left",
         given_up,
     ),
     point(
@@ -32,7 +32,7 @@ pub const POINTS: &[Point] = &[
         "InvalidArgument: FIRN-POD, InvalidArgument: FIRN-POD, FailedPrecondition: FIRN-POD, \
          FailedPrecondition: FIRN-NOT-RUNNING, NotFound: FIRN-NO-CONTAINER, InvalidArgument: FIRN-POD, \
          InvalidArgument: FIRN-POD, InvalidArgument: FIRN-POD, FailedPrecondition: FIRN-POD, \
-         Aborted: FIRN-GPU-UNSUPPORTED; all go on, nothing is left",
+         Aborted: FIRN-GPU-UNSUPPORTED; all continue, nothing is left",
         refused,
     ),
     point(
@@ -44,7 +44,7 @@ pub const POINTS: &[Point] = &[
     ),
     point(
         "cri-pods: crictl and streams see what they see without it",
-        "the same: version, info, pods, ps, images, inspectp, inspect, logs, exec, stats; events go on; \
+        "the same: version, info, pods, ps, images, inspectp, inspect, logs, exec, stats; events continue; \
          a restart of containerd is survived",
         others,
     ),
@@ -238,7 +238,7 @@ fn whole(cri: Cri<'_>) -> Result<String> {
     ensure!(left.is_empty(), "links are left: {left}");
     cri.host.node().run(&["rm", "-r", DIR])?;
     Ok(format!(
-        "containerd: {}; {}; both go on with their files; no link is left",
+        "containerd: {}; {}; both continue with their files; no link is left",
         codes.join(", "),
         states.join(", ")
     ))
@@ -306,7 +306,7 @@ fn given_up(cri: Cri<'_>) -> Result<String> {
     two.remove()?;
     last.stop()?;
     node.run(&["rm", "-r", DIR])?;
-    Ok(format!("{}: all go on, nothing is left", seen.join(", ")))
+    Ok(format!("{}: all continue, nothing is left", seen.join(", ")))
 }
 
 fn give_up(cri: Cri<'_>, two: &Two<'_>, how: &str) -> Result<()> {
@@ -329,7 +329,7 @@ fn give_up(cri: Cri<'_>, two: &Two<'_>, how: &str) -> Result<()> {
     wait_for("the dump", LIMIT, begun)?;
     let last = match how {
         "stopped" => {
-            // It has ended when the pod goes on.
+            // It has ended when the pod continues.
             adapter.stop()?;
             nothing_left(cri)?;
             None
@@ -397,7 +397,7 @@ fn refused(cri: Cri<'_>) -> Result<String> {
         other.remove(&[])?;
         two.remove()?;
         cri.host.node().run(&["rm", "-r", DIR])?;
-        Ok(format!("{}; all go on, nothing is left", seen.join(", ")))
+        Ok(format!("{}; all continue, nothing is left", seen.join(", ")))
     })
 }
 
@@ -511,10 +511,13 @@ fn others(cri: Cri<'_>) -> Result<String> {
             Ok(seen.lines().any(of_end).then_some(()))
         })?;
         node.restart_containerd()?;
-        ensure!(!events.wait()?.success(), "the stream goes on without containerd");
+        ensure!(
+            !events.wait()?.success(),
+            "the stream continues without containerd"
+        );
         pod.remove(&[&container])?;
         Ok(format!(
-            "the same: {}; events go on; a restart of containerd is survived",
+            "the same: {}; events continue; a restart of containerd is survived",
             same.join(", ")
         ))
     })

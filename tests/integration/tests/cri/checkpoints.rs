@@ -15,7 +15,7 @@ use crate::hosts::Way;
 pub const POINTS: &[Point] = &[
     Point::new(
         "checkpoint: into an archive, and a container from it",
-        "goes on in another pod",
+        "continues in another pod",
         plain,
     )
     .ways(&[Way::Path, Way::DropIn])
@@ -40,7 +40,7 @@ pub const POINTS: &[Point] = &[
     .on(Suite::has_cri_checkpoint),
     Point::new(
         "checkpoint: a container with a GPU, and one from it on another GPU",
-        "goes on in another pod on GPU 2",
+        "continues in another pod on GPU 2",
         gpu,
     )
     .firn_only()

@@ -15,20 +15,20 @@ use crate::named::{cold, counter, is_cold, on_gpu, refused, refused_in};
 pub const POINTS: &[Point] = &[
     Point::new(
         "restore by image: what ctr has made of a container",
-        "goes on on another GPU with the files; unpacked: nothing",
+        "continues on another GPU with the files; unpacked: nothing",
         of_ctr,
     )
     .firn_only(),
     Point::new(
         "restore by image: what firn has made of a container, by the id that crictl shows",
-        "by firn restore: FIRN-RESTORE-CLIENT, by the kubelet: goes on on another GPU with the files",
+        "by firn restore: FIRN-RESTORE-CLIENT, by the kubelet: continues on another GPU with the files",
         of_firn,
     )
     .claims("`firn checkpoint`, restored by annotation", Outcome::Works)
     .firn_only(),
     Point::new(
         "restore by image: an archive of the kubelet as an image",
-        "goes on on another GPU with the files; unpacked: nothing",
+        "continues on another GPU with the files; unpacked: nothing",
         of_archive,
     )
     .firn_only()
@@ -42,7 +42,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "restore by image: memory in the node's store, of the pod's namespace and of another",
-        "FIRN-STORE-OWNER; permitted: goes on on another GPU with the files; unpacked: nothing; other: \
+        "FIRN-STORE-OWNER; permitted: continues on another GPU with the files; unpacked: nothing; other: \
          FIRN-STORE-OWNER",
         in_store,
     )
@@ -111,7 +111,9 @@ fn goes_on(cri: Cri<'_>, before: u64) -> Result<String> {
     let line = format!("is restored from image {NAME} (sha256:");
     ensure!(log.contains(&line), "the log names no image");
     pod.remove(&[&copy])?;
-    Ok(format!("goes on on another GPU with the files; unpacked: {left}"))
+    Ok(format!(
+        "continues on another GPU with the files; unpacked: {left}"
+    ))
 }
 
 fn of_ctr(cri: Cri<'_>) -> Result<String> {

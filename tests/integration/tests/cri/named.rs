@@ -14,7 +14,7 @@ use crate::client::{Cri, Pod};
 pub const POINTS: &[Point] = &[
     Point::new(
         "restore by name: replicas with GPUs from one checkpoint",
-        "two go on, on both GPUs, with the files",
+        "two continue, on both GPUs, with the files",
         replicas,
     )
     .claims("restore by annotation, with GPUs", Outcome::Works)
@@ -27,7 +27,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "restore by name: a signed checkpoint",
-        "refused: FIRN-SIGNATURE-MISSING; signed for default goes on; refused: FIRN-SIGNATURE-NAMESPACE, \
+        "refused: FIRN-SIGNATURE-MISSING; signed for default continues; refused: FIRN-SIGNATURE-NAMESPACE, \
          FIRN-SIGNATURE-NAME, FIRN-SIGNATURE-EXPIRED, FIRN-SIGNATURE-REVOKED, FIRN-SIGNATURE-BAD; cold with \
          fallback: true; refused: FIRN-SIGNATURE-KEY",
         signed,
@@ -35,7 +35,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "restore by name: a name in the store",
-        "refused: FIRN-RESTORE-FROM, then goes on with the files; taken: FIRN-STORE-NAME; gone: \
+        "refused: FIRN-RESTORE-FROM, then continues with the files; taken: FIRN-STORE-NAME; gone: \
          FIRN-RESTORE-FROM",
         in_store,
     )
@@ -48,7 +48,7 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "restore by name: a container that the kubelet starts again",
-        "again goes on, cold begins",
+        "again continues, cold begins",
         restarts,
     )
     .firn_only(),
@@ -146,7 +146,7 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
         for (pod, copy) in running {
             pod.remove(&[&copy])?;
         }
-        Ok("two go on, on both GPUs, with the files".to_owned())
+        Ok("two continue, on both GPUs, with the files".to_owned())
     })
 }
 
@@ -261,8 +261,8 @@ fn signed(cri: Cri<'_>) -> Result<String> {
         node.run(&["rm", &format!("{keys}/job.pub")])?;
         let unknown = code(&named)?;
         Ok(format!(
-            "refused: {missing}; signed for default goes on; refused: {}, {bad}; cold with fallback: {cold}; \
-             refused: {unknown}",
+            "refused: {missing}; signed for default continues; refused: {}, {bad}; cold with fallback: \
+             {cold}; refused: {unknown}",
             others.join(", ")
         ))
     })
@@ -297,7 +297,7 @@ fn in_store(cri: Cri<'_>) -> Result<String> {
         node.run(&["rm", "-r", STORE])?;
         let gone = code()?;
         Ok(format!(
-            "refused: {off}, then goes on with the files; taken: FIRN-STORE-NAME; gone: {gone}"
+            "refused: {off}, then continues with the files; taken: FIRN-STORE-NAME; gone: {gone}"
         ))
     })
 }
@@ -339,8 +339,8 @@ fn restarts(cri: Cri<'_>) -> Result<String> {
         let cold = json!({ "firn.dev/restore-from": "warm", "firn.dev/restore-restarts": "cold" });
         let begins = is_cold(cri, &cold, &special)?;
         Ok(format!(
-            "again goes on, cold {}",
-            if begins { "begins" } else { "goes on" }
+            "again continues, cold {}",
+            if begins { "begins" } else { "continues" }
         ))
     })
 }

@@ -18,13 +18,13 @@ const CRIU: &str = "/usr/local/sbin/criu";
 pub const POINTS: &[Point] = &[
     Point::new(
         "pod checkpoint: two containers with GPUs and one without stand still at one moment",
-        "at one moment; all go on; copies on each other's GPU go on with the files",
+        "at one moment; all continue; copies on each other's GPU continue with the files",
         whole,
     )
     .firn_only(),
     Point::new(
         "pod checkpoint: one that cannot be checkpointed keeps all from it",
-        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-DRIVER; dump of c: FIRN-POD; all go on, \
+        "lock: FIRN-GPU-UNSUPPORTED; checkpoint: FIRN-GPU-DRIVER; dump of c: FIRN-POD; all continue, \
          nothing is left",
         one_fails,
     )
@@ -37,19 +37,19 @@ pub const POINTS: &[Point] = &[
     .firn_only(),
     Point::new(
         "pod checkpoint: one whose GPU state does not come back at first",
-        "FIRN-GPU-SUSPENDED, both images are complete, both go on",
+        "FIRN-GPU-SUSPENDED, both images are complete, both continue",
         suspended,
     )
     .firn_only(),
     Point::new(
         "pod checkpoint: the CRIU of the container without GPU stands still",
-        "FIRN-POD, all go on, nothing is left",
+        "FIRN-POD, all continue, nothing is left",
         stopped_criu,
     )
     .firn_only(),
     Point::new(
         "pod checkpoint: the command is interrupted",
-        "FIRN-INTERRUPTED, all go on, nothing is left",
+        "FIRN-INTERRUPTED, all continue, nothing is left",
         interrupted,
     )
     .firn_only(),
@@ -64,7 +64,7 @@ pub const POINTS: &[Point] = &[
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Counts, and notes the time of each number in seconds: what it has noted shows when it ran. In a copy CRIU
-/// lets this clock go on where it was.
+/// lets this clock continue where it was.
 const CLOCK: &str = "n=0; while :; do n=$((n+1)); read -r now rest </proc/uptime; echo $n $now >>/clock; \
     sleep 0.02; done";
 
@@ -173,7 +173,7 @@ fn whole(cri: Cri<'_>) -> Result<String> {
         node.run(&["mkdir", "-p", FROM])?;
         let three = Three::begin(cri)?;
         let shown = checkpoint(cri, "default/three", &dir)?;
-        ensure!(shown.contains("three goes on, after"), "{shown}");
+        ensure!(shown.contains("three continues, after"), "{shown}");
         three.go_on(3)?;
         let (stopped, went_on) = three.stood_still()?;
         ensure!(
@@ -203,7 +203,7 @@ fn whole(cri: Cri<'_>) -> Result<String> {
             ensure!(before[0] < stopped, "a copy begins at {}", before[0]);
         }
         copies.remove(&[&a, &b, &c])?;
-        Ok("at one moment; all go on; copies on each other's GPU go on with the files".to_owned())
+        Ok("at one moment; all continue; copies on each other's GPU continue with the files".to_owned())
     })
 }
 
@@ -243,7 +243,7 @@ fn one_fails(cri: Cri<'_>) -> Result<String> {
     codes.push(format!("dump of c: {}", code(&output)?));
     three.go_on(3)?;
     three.remove()?;
-    Ok(format!("{}; all go on, nothing is left", codes.join("; ")))
+    Ok(format!("{}; all continue, nothing is left", codes.join("; ")))
 }
 
 /// The first code in an error.
@@ -318,7 +318,7 @@ fn suspended(cri: Cri<'_>) -> Result<String> {
     node.run(&["rm", "-r", "/tmp/pod"])?;
     three.remove()?;
     Ok(format!(
-        "{}, both images are complete, both go on",
+        "{}, both images are complete, both continue",
         code(&output)?
     ))
 }
@@ -362,7 +362,7 @@ fn stopped_criu(cri: Cri<'_>) -> Result<String> {
     );
     ensure!(!node.path("/tmp/pod").exists(), "something is left");
     three.remove()?;
-    Ok(format!("{}, all go on, nothing is left", code(&output)?))
+    Ok(format!("{}, all continue, nothing is left", code(&output)?))
 }
 
 /// While the dump of the container without GPU does not end.
@@ -389,7 +389,7 @@ fn interrupted(cri: Cri<'_>) -> Result<String> {
     let shown = String::from_utf8_lossy(&output.stderr);
     let line = shown.lines().find(|line| line.contains("FIRN-"));
     let code = code(line.context(shown.clone().into_owned())?)?;
-    Ok(format!("{code}, all go on, nothing is left"))
+    Ok(format!("{code}, all continue, nothing is left"))
 }
 
 fn wrong(cri: Cri<'_>) -> Result<String> {

@@ -24,7 +24,7 @@ fn claims() -> Claims {
     Claims::new("CRI-O", VERSION, HANDLER)
 }
 
-/// A counter goes on in the container, and in one of another pod that is made from the archive.
+/// A counter continues in the container, and in one of another pod that is made from the archive.
 fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
     on([host(platform, "co-move", 2)?], |[node]| {
         let crictl = Crictl(node);

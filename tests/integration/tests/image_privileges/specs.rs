@@ -100,7 +100,7 @@ const SPECS: &[Hostile] = &[
     },
 ];
 
-/// A container goes on in its bundle, which has none of the annotations, and nothing has run.
+/// A container continues in its bundle, which has none of the annotations, and nothing has run.
 fn nothing_gained(host: &GpuHost, hostile: &Hostile, bundle: &str) -> Result<()> {
     let spec: Value = serde_json::from_str(&host.node().read(format!("{bundle}/config.json"))?)?;
     for (name, value) in hostile.annotations {

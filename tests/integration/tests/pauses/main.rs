@@ -144,7 +144,7 @@ fn a_running_container_moves(platform: Platform) -> Result<()> {
         let uuids = host.uuids();
         for (gpus, expected) in [("1,2", [1, 2]), ("0,1", [0, 1]), ("2,0", [0, 2])] {
             let printed = firn(host, &["move-gpu", "job", "--gpus", gpus])?;
-            ensure!(printed.starts_with("job goes on, after "), "{printed}");
+            ensure!(printed.starts_with("job continues, after "), "{printed}");
             assert_eq!(job.goes_on(3)?.fault(), None);
             let expected = expected.map(|gpu| uuids[gpu].clone());
             assert_eq!(job.gpus_in_use()?, expected, "--gpus {gpus}");
@@ -321,7 +321,7 @@ fn a_failed_pause_costs_nothing(platform: Platform) -> Result<()> {
                 failed.contains("FIRN-GPU-DRIVER: pause of container job failed"),
                 "{failed}"
             );
-            ensure!(failed.contains("the workload goes on"), "{failed}");
+            ensure!(failed.contains("the workload continues"), "{failed}");
             host.no_faults()?;
             runs_on(host, &job, 0)?;
         }
@@ -367,7 +367,7 @@ fn a_failed_move_goes_back(platform: Platform) -> Result<()> {
         driver_fails(host, "restore", "3", "4")?;
         let failed = error_of(host, &["firn", "move-gpu", "job", "--gpus", "2"])?;
         ensure!(
-            failed.contains("move of container job failed, the workload goes on"),
+            failed.contains("move of container job failed, the workload continues"),
             "{failed}"
         );
         host.no_faults()?;
@@ -437,7 +437,7 @@ fn a_gpu_that_a_process_keeps_open_is_not_taken(platform: Platform) -> Result<()
         keeps.goes_on(2)?;
         refuse(
             &["firn", "move-gpu", "keeps", "--gpus", "1"],
-            &["FIRN-GPU-KEPT", "(sleep)", "the workload goes on"],
+            &["FIRN-GPU-KEPT", "(sleep)", "the workload continues"],
         )?;
         runs_on(host, &keeps, 0)?;
         keeps.task(&["pause"])?;

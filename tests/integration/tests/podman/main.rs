@@ -1,5 +1,5 @@
-//! podman over firn-runc: containers with GPUs go on from its checkpoints, also on other GPUs; what fails or
-//! is killed leaves them running; the rest is as with runc.
+//! podman over firn-runc: containers with GPUs continue from its checkpoints, also on other GPUs; what fails
+//! or is killed leaves them running; the rest is as with runc.
 //!
 //! Needs root.
 
@@ -21,8 +21,8 @@ const DAY: &str = "without a GPU: `run`, `exec`, `top`, `pause`, `update`, `kill
                    `container checkpoint`, `container restore`";
 const NO_COPY: &str = "refused, unless the source has `--cgroupns host` ([why](podman.md#limits))";
 
-/// A counter goes on in the container, in one that is restored from the archive, and on the GPU that the node
-/// gives it, under its own name and next to itself.
+/// A counter continues in the container, in one that is restored from the archive, and on the GPU that the
+/// node gives it, under its own name and next to itself.
 fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
     on([host(platform, "po-move", 2)?], |[node]| {
         let podman = Podman(node);
@@ -90,7 +90,7 @@ fn a_failed_checkpoint_costs_nothing(platform: Platform) -> Result<()> {
             node.fault(&["--call", call, "--error", "CUDA_ERROR_UNKNOWN"])?;
             let error = podman.fails(&["container", "checkpoint", "--export", ARCHIVE, "job"])?;
             ensure!(
-                error.contains("FIRN-GPU-DRIVER: ") && error.contains("the workload goes on"),
+                error.contains("FIRN-GPU-DRIVER: ") && error.contains("the workload continues"),
                 "{error}"
             );
             node.no_faults()?;
@@ -139,7 +139,7 @@ fn a_failed_restore_leaves_nothing(platform: Platform) -> Result<()> {
     })
 }
 
-/// Whoever is killed: the container goes on, by the process that is left or by the next call for it. A call
+/// Whoever is killed: the container continues, by the process that is left or by the next call for it. A call
 /// that ends the container ends it.
 fn a_killed_checkpoint_is_rolled_back(platform: Platform) -> Result<()> {
     on([host(platform, "po-kill", 1)?], |[node]| {

@@ -1,5 +1,5 @@
 //! A checkpoint or restore is broken off in every phase: its shim is killed, its container, containerd, its
-//! client, CRIU. What is promised holds: the workload goes on as before, or it is gone and nothing of it is
+//! client, CRIU. What is promised holds: the workload continues as before, or it is gone and nothing of it is
 //! left; an image is complete or it is not there.
 //!
 //! The journal shows which phase is under way; a driver call, CRIU or runc that stands still keeps it there.

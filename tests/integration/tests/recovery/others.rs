@@ -6,7 +6,7 @@ use firn_node::{Platform, wait_for};
 
 use super::{IMAGE, LIMIT, Stop, checkpoint, count, freezer, host, idle_loop, image_is, phase};
 
-/// containerd is killed, or the client, in the middle of a dump, which goes on; the container stays as the
+/// containerd is killed, or the client, in the middle of a dump, which continues; the container stays as the
 /// client has left it, and can be resumed.
 fn left_alone(host: &GpuHost) -> Result<()> {
     for containerd in [true, false] {
@@ -43,7 +43,7 @@ fn left_alone(host: &GpuHost) -> Result<()> {
 }
 
 /// CRIU is killed in the dump of a container that its client has paused: it stays paused, with and without
-/// GPU, and goes on when it is resumed.
+/// GPU, and continues when it is resumed.
 fn criu_killed(host: &GpuHost) -> Result<()> {
     for gpu in [true, false] {
         let job = if gpu { count(host)? } else { idle_loop(host)? };

@@ -1,5 +1,5 @@
 //! What cannot be checkpointed is refused with its code, and a checkpoint that fails later is rolled back:
-//! the workload goes on as before, and no image is left.
+//! the workload continues as before, and no image is left.
 
 mod others;
 mod rollback;
@@ -25,8 +25,8 @@ fn host(platform: Platform, name: &str, gpu: u32) -> Result<GpuHost> {
     GpuHost::for_test(platform, name, &[SimGpu::h200(gpu)])
 }
 
-/// A checkpoint of a running counter fails with this code, leaves no image, and the counter goes on. Returns
-/// the error.
+/// A checkpoint of a running counter fails with this code, leaves no image, and the counter continues.
+/// Returns the error.
 fn fails(job: &Container<'_>, host: &GpuHost, code: &str) -> Result<String> {
     let output = failure(job.checkpoint("checkpoint/failed"))?;
     ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
@@ -100,7 +100,7 @@ fn audit_reports_a_checkpointable_container_untouched(platform: Platform) -> Res
     })
 }
 
-/// What CRIU cannot dump is seen before anything is touched, and the same program goes on.
+/// What CRIU cannot dump is seen before anything is touched, and the same program continues.
 fn undumpable(platform: Platform, name: &str, habit: &str, code: &str) -> Result<()> {
     on([host(platform, name, 1)?], |[host]| {
         host.watch_runc()?;
@@ -184,7 +184,7 @@ fn processes_that_share_memory_are_refused_and_go_on(platform: Platform) -> Resu
                 );
             }
             let before = imported(host)?;
-            wait_for("the importer to go on", LIMIT, || {
+            wait_for("the importer to continue", LIMIT, || {
                 Ok((imported(host)? > before + 2).then_some(()))
             })?;
             job.remove()?;

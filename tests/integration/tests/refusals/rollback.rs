@@ -137,7 +137,7 @@ pub fn a_failed_gpu_restore_is_tried_again(platform: Platform) -> Result<()> {
 /// How long the driver copies in these tests.
 const COPY: Duration = Duration::from_secs(4);
 
-/// The driver goes on with a copy whose caller was cut off, and answers nobody before it is done: that is
+/// The driver continues with a copy whose caller was cut off, and answers nobody before it is done: that is
 /// waited for.
 pub fn a_copy_whose_caller_ends_costs_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "rb-copy", 1)?], |[host]| {

@@ -358,7 +358,7 @@ fn a_push_that_was_cut_off_goes_on() -> Result<()> {
         "a",
         &["push", URL],
         "FIRN-STORE-REMOTE",
-        &["cannot write", "goes on"],
+        &["cannot write", "continues"],
     )?;
     ensure!(
         lab.proxy

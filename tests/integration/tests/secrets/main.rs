@@ -272,7 +272,7 @@ fn memory_goes_only_into_the_requested_directory(platform: Platform) -> Result<(
             Stop::lift(host)?;
             let output = describe(&task.end(pending), |_| "done".to_owned());
             ensure!(output.contains("FIRN-IMAGE-GONE: "), "{swap}: {output}");
-            ensure!(output.contains("the workload goes on"), "{swap}: {output}");
+            ensure!(output.contains("the workload continues"), "{swap}: {output}");
             ensure!(left(host)?.is_empty(), "{swap} left {}", left(host)?);
             job.goes_on(3).context(swap)?;
             shell(host, "rm -rf /srv/*")?;

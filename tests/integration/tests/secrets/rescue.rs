@@ -9,7 +9,7 @@ use crate::{LIMIT, Stop, host, interrupt_ctr, is_closed, is_over, readable, shel
 
 const RESCUED: &str = "/var/lib/firn/rescue";
 
-/// The counter goes on from a rescued image, without a step left out.
+/// The counter continues from a rescued image, without a step left out.
 fn goes_on_from(host: &GpuHost, job: &Container<'_>, dir: &str, before: u64) -> Result<()> {
     is_closed(host, dir)?;
     host.node().run(&["firn", "restore", "--dir", dir, job.id()])?;

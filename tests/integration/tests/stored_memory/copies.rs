@@ -6,7 +6,7 @@ use firn_node::Platform;
 
 use crate::{MIB, REST, STORE, extents, host, job, size};
 
-/// It is restored from this directory, and goes on behind `before`.
+/// It is restored from this directory, and continues behind `before`.
 fn goes_on_from(host: &GpuHost, job: &Container<'_>, dir: &str, before: u64) -> Result<()> {
     host.node().run(&["firn", "restore", "--dir", dir, "job"])?;
     let lines = job.goes_on(3)?;

@@ -24,7 +24,7 @@ pub fn an_encrypted_store_needs_its_key(platform: Platform) -> Result<()> {
     on(hosts, |[a, b]| {
         a.configure(&configuration())?;
         let job = job(a, &[])?;
-        // Without the key nothing is written, and the job goes on.
+        // Without the key nothing is written, and the job continues.
         let output = failure(job.checkpoint("checkpoint/job").map(drop))?;
         for part in ["FIRN-STORE-KEY:", KEY, "openssl rand -hex 32"] {
             ensure!(output.contains(part), "no {part:?} in:\n{output}");

@@ -81,7 +81,7 @@ fn image(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
-/// The image restores and the counter goes on.
+/// The image restores and the counter continues.
 fn restores(host: &GpuHost) -> Result<()> {
     let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
     copy.goes_on(3)?;

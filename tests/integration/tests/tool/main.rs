@@ -27,7 +27,7 @@ fn counter(host: &GpuHost) -> Result<Container<'_>> {
     Ok(job)
 }
 
-/// The counter of a copy goes on without a step left out, on these GPUs.
+/// The counter of a copy continues without a step left out, on these GPUs.
 fn copy<'h>(host: &'h GpuHost, id: &str, gpus: &[String]) -> Result<Container<'h>> {
     let copy = Container::known(host, id).counting(1);
     copy.goes_on(3)?;

@@ -9,14 +9,14 @@ use super::{LIMIT, copy, host};
 
 const BUNDLE: &str = "/run/containerd/io.containerd.runtime.v2.task/other/job";
 
-/// The counter goes on. Gives how far it was at first.
+/// The counter continues. Gives how far it was at first.
 fn goes_on(host: &GpuHost) -> Result<u64> {
     let lines = || {
         let log = host.node().read(format!("{BUNDLE}/rootfs{LOG}"));
         Lines::parse(&log.unwrap_or_default())
     };
     let from = lines().reached(1);
-    wait_for("the counter to go on", LIMIT, || {
+    wait_for("the counter to continue", LIMIT, || {
         let lines = lines();
         match lines.fault_if_carried(1) {
             Some(fault) => bail!("{fault}"),

@@ -62,7 +62,7 @@ const LARGE: usize = 512 << 20;
 /// See the module head.
 pub(crate) struct Process {
     pub(crate) state: State,
-    /// All GPUs that could be opened at cuInit, as they were then: what the process goes on reporting. None
+    /// All GPUs that could be opened at cuInit, as they were then: what the process continues reporting. None
     /// before.
     pub(crate) seen: Vec<GpuInfo>,
     /// Where each of them is now.

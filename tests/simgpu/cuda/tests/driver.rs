@@ -46,7 +46,7 @@ fn goes_through_the_states_and_moves_to_another_gpu() {
     assert_eq!(
         field(&line, "uuid"),
         node.uuids[0],
-        "the process goes on reporting what it saw first"
+        "the process continues reporting what it saw first"
     );
     let computed = firn_workloads::counter::checksum(16 << 20, field(&line, "iter").parse().unwrap());
     assert_eq!(field(&line, "checksum"), computed.to_string());

@@ -1,4 +1,4 @@
-//! Locks, the freezer and held threads: what hangs, what goes on, and what a killed caller leaves behind.
+//! Locks, the freezer and held threads: what hangs, what continues, and what a killed caller leaves behind.
 
 mod support;
 

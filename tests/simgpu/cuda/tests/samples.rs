@@ -108,7 +108,7 @@ fn processes_without_a_context_are_checkpointed_and_go_on() {
         });
         // More than it can have printed before, with one line in 100 ms.
         let most = began.elapsed().as_millis() / 100 + 1;
-        (0..most + 3).for_each(|_| next("goes on"));
+        (0..most + 3).for_each(|_| next("continues"));
         sample.kill().unwrap();
         sample.wait().unwrap();
     }

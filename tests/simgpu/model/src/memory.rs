@@ -354,7 +354,7 @@ mod tests {
         let gpu = &gpu;
         std::thread::scope(|scope| {
             // A thread that ends holding its slot is to the kernel what a killed process is. Joined, not only
-            // waited for by the scope, which goes on when the closure has returned and the thread has still
+            // waited for by the scope, which continues when the closure has returned and the thread has still
             // to end.
             let owner = scope.spawn(|| gpu.allocate(gpu.claim(1).unwrap(), 1, 2 * CHUNK).unwrap());
             owner.join().unwrap();

@@ -1,7 +1,7 @@
 //! `stall-fs LOWER POINT CONTROL`: a FUSE file system that shows the directory LOWER at POINT and can be made
 //! to hang. How to: write operations into the file CONTROL (`echo unlink statfs >CONTROL`); from then on
-//! those get no answer, and who asks for one sleeps in state D. Emptying the file lets them go on; ending the
-//! program fails them. Prints `ready` once mounted.
+//! those get no answer, and who asks for one sleeps in state D. Emptying the file lets them continue; ending
+//! the program fails them. Prints `ready` once mounted.
 //!
 //! Operations: `stat` (any look at attributes or a name), `statfs`, `readlink`, `open`, `read`, `write`,
 //! `readdir`, `create`, `mkdir`, `unlink`, `rename`, `setattr`, `fsync`. Speaks the kernel's protocol itself
@@ -53,7 +53,7 @@ const MAX_WRITE: u32 = 128 << 10;
 
 const ROOT: u64 = 1;
 
-/// How often it is looked whether what hangs may go on.
+/// How often it is looked whether what hangs may continue.
 const POLL: Duration = Duration::from_millis(20);
 
 fn main() -> Result<()> {

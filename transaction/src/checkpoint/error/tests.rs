@@ -25,7 +25,9 @@ fn a_refusal_and_a_failed_freezer_are_distinguished() {
     let error = failed(Phase::GpuCheckpoint, CgroupError::Gone { path }.into());
     let text = error.to_string();
     assert!(
-        text.starts_with("FIRN-FREEZER: ") && text.contains("the workload goes on") && text.contains("/box"),
+        text.starts_with("FIRN-FREEZER: ")
+            && text.contains("the workload continues")
+            && text.contains("/box"),
         "{text}"
     );
     assert_eq!(error.kind(), FailureKind::Aborted);

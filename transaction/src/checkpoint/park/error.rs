@@ -65,11 +65,13 @@ pub enum ParkError {
         container: String,
         cause: EffectError,
     },
-    /// It failed and was rolled back: the workload goes on with its own GPUs.
+    /// It failed and was rolled back: the workload continues with its own GPUs.
     #[error(
         "{}",
         line(
-            format_args!("{operation} of container {container} failed, the workload goes on: cannot {phase}"),
+            format_args!(
+                "{operation} of container {container} failed, the workload continues: cannot {phase}"
+            ),
             cause
         )
     )]
@@ -108,10 +110,10 @@ pub enum ParkError {
     /// The rollback of a pause failed, or was done by the journal after a panic.
     #[error(transparent)]
     ByJournal(CheckpointError),
-    /// It goes on, but its hook has failed.
+    /// It continues, but its hook has failed.
     #[error(
         "{}",
-        line(format_args!("container {container} goes on after its pause"), cause)
+        line(format_args!("container {container} continues after its pause"), cause)
     )]
     Hook { container: String, cause: EffectError },
     #[error("{}", line(format_args!("cannot read firn's configuration"), .0))]

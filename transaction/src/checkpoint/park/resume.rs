@@ -51,7 +51,7 @@ pub struct Moved {
     pub common: Vec<DeviceNode>,
 }
 
-/// A container that goes on.
+/// A container that continues.
 #[derive(Debug)]
 pub struct Resumed {
     /// None if it has the GPUs that it had.
@@ -224,8 +224,8 @@ async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<()
     restored
 }
 
-/// The driver restores the GPU state onto the container's GPUs, and the container goes on. After an error all
-/// of it is parked again, if that can be done.
+/// The driver restores the GPU state onto the container's GPUs, and the container continues. After an error
+/// all of it is parked again, if that can be done.
 async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> {
     let processes = parked(effects)?.processes.clone();
     let Err(error) = phases::unpark(effects, &processes).await else {
@@ -384,7 +384,7 @@ async fn take(
         _ => lease.take(keeps.as_ref(), &sharers),
     });
     match taken.await {
-        // Without this file nobody is refused; the container goes on all the same.
+        // Without this file nobody is refused; the container continues all the same.
         Err(LeaseError::Files(error)) => {
             log::warn!("cannot see who has the GPUs of {}: {error}", effects.container.id);
             Ok(())

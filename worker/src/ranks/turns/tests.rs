@@ -173,7 +173,7 @@ impl World {
         }
     }
 
-    /// One rank's program goes on for as long as it can in this tick.
+    /// One rank's program continues for as long as it can in this tick.
     fn run_program(&mut self, place: usize) {
         loop {
             let rank = &mut self.ranks[place];
@@ -330,7 +330,7 @@ fn locked(world: &mut World) -> Option<(Duration, u64)> {
     None
 }
 
-/// Every job goes on, whatever became of the lock.
+/// Every job continues, whatever became of the lock.
 fn goes_on(world: &mut World) {
     world.unlock_all();
     let before: Vec<u64> = world.ranks.iter().map(|rank| rank.begun).collect();

@@ -42,7 +42,7 @@ pub fn stop(pid: i32) {
     });
 }
 
-/// Lets a stopped process go on.
+/// Lets a stopped process continue.
 pub fn go_on(pid: i32) {
     kill(Pid::from_raw(pid), Signal::SIGCONT).unwrap();
 }

@@ -15,7 +15,7 @@ fn after(was_frozen: bool, faults: &[Fault]) -> (World, Result<EndProof, Failure
     (world, result)
 }
 
-/// It may end, and stands still with an image on its disk; or it goes on, and there is no image.
+/// It may end, and stands still with an image on its disk; or it continues, and there is no image.
 fn may_end_or_goes_on(mut world: World, result: Result<EndProof, Failure<Injected>>, was_frozen: bool) {
     match result {
         Ok(_) => {
