@@ -226,7 +226,8 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
             let write = |container: &Container<'_>| {
                 let script = "for file in /config/data/app.conf /app.conf; do
                                   if (echo more >>$file) 2>/dev/null; then echo $file is written; fi
-                              done; grep -E ' /(config|app.conf) ' /proc/self/mountinfo | cut -d ' ' -f 5,6";
+                              done; grep -E ' /(config|app.conf) ' /proc/self/mountinfo | cut -d ' ' -f 5,6
+                              echo all";
                 container.exec(&["sh", "-c", script])
             };
             let before = write(&source)?;
