@@ -85,7 +85,7 @@ fn bundle(args: &Args) -> Result<PathBuf, ActionError> {
 
 async fn clean_up(args: &Args, bundle: &Path, reaper: Reaper) {
     let options = RuncOptions::load(bundle).unwrap_or_else(|error| {
-        log::warn!("{}; going on with default options", Chain(&error));
+        log::warn!("{}; continuing with default options", Chain(&error));
         RuncOptions::default()
     });
     let runc = Runc::new(&args.id, &args.namespace, bundle, &options, reaper.clone());

@@ -1,4 +1,4 @@
-//! The wish of the person at the terminal to end what is going on.
+//! The wish of the person at the terminal to end what is in progress.
 
 use std::io;
 

@@ -28,7 +28,7 @@ pub const POINTS: &[Point] = &[
     // be.
     Point::new(
         "checkpoint: by firn's own runtime name",
-        "config.dump container.log rootfs-diff.tar spec.dump status status.dump\ngoes on in another pod",
+        "config.dump container.log rootfs-diff.tar spec.dump status status.dump\ncontinues in another pod",
         plain,
     )
     .firn_only()
@@ -175,7 +175,7 @@ fn plain(cri: Cri<'_>) -> Result<String> {
     other.remove(&[&copy])?;
     std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
     Ok(format!(
-        "{state}\n{seen}\ngoes on in another pod, {shims} shim, {exec}, ended {how}"
+        "{state}\n{seen}\ncontinues in another pod, {shims} shim, {exec}, ended {how}"
     ))
 }
 
@@ -235,7 +235,7 @@ fn gpu(cri: Cri<'_>) -> Result<String> {
     other.remove(&[&copy])?;
     std::fs::remove_file(cri.host.node().path(ARCHIVE))?;
     Ok(format!(
-        "{seen}\ngoes on in another pod on GPU {}",
+        "{seen}\ncontinues in another pod on GPU {}",
         used.iter()
             .map(ToString::to_string)
             .collect::<Vec<_>>()
