@@ -23,6 +23,7 @@ mod pods;
 mod reader;
 mod stall;
 mod task;
+mod tier;
 
 pub use archive::Archive;
 pub use build::{Built, PROGRAMS, Profile};
@@ -37,9 +38,10 @@ pub use gpu::SimGpu;
 pub use host::{DRIVER, GpuHost};
 pub use matrix::{Case, Skip, on};
 pub use output::{CommandOutput, answer, failure};
-pub use pods::{KUBERNETES, configure_pods, crictl, import_pod_images, install_network_plugin};
+pub use pods::{KUBERNETES, configure_pods, import_pod_images, install_network_plugin};
 pub use stall::StallFs;
 pub use task::{Pending, Task, any, describe};
+pub use tier::{TIER, Tier};
 
 /// Removes all memory from the store that no checkpoint needs.
 pub const GC: [&str; 7] = [

@@ -1,9 +1,9 @@
 //! What a node needs to run pods: containerd's configuration for Kubernetes, and images.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Result;
-use firn_node::{GoOptions, Image, Node, SlowGo, go_install};
+use firn_node::{GoOptions, Image, Node, SlowGo};
 
 use crate::{Built, IMAGE};
 
@@ -25,11 +25,6 @@ const PAUSE: &str = "localhost/firn-pause:latest";
 const CONFIG: &str = "/etc/containerd/config.toml";
 /// Where containerd looks for network plugins: the first is its default, the second Debian's.
 const PLUGINS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
-
-/// Builds crictl, which calls CRI as the kubelet does.
-pub fn crictl() -> Result<PathBuf> {
-    go_install("sigs.k8s.io/cri-tools/cmd/crictl", "v1.37.0")
-}
 
 /// Gives containerd the handler by `firn install`, what only tests need, and these runtimes. For a node that
 /// has firn's programs, and whose containerd has not started yet.

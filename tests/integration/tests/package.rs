@@ -10,9 +10,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, console, root};
 use firn_lab::{
-    Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, answer, cases, crictl, matrix, on,
+    Built, COUNTER, Container, GpuHost, IMAGE, PROGRAMS, SimGpu, Skip, answer, cases, matrix, on,
 };
-use firn_node::{Node, Platform, go_lacks, wait_for};
+use firn_node::{Node, Platform, wait_for};
 
 const PACKAGE: &str = "/srv/firn.deb";
 const CDI: &str = "/run/cdi/nvidia.yaml";
@@ -339,52 +339,12 @@ fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
     })
 }
 
-/// The service in front of CRI answers crictl as containerd does, ends well, and goes with the package.
-fn systemd_serves_the_calls_of_pods(platform: Platform) -> Result<()> {
-    if let Some(reason) = go_lacks() {
-        return Err(Skip::new(format!("crictl is not built: {reason}")).into());
-    }
-    on([host(platform, "pk-p", 1)?], |[host]| {
-        let node = host.node();
-        node.install(crictl()?, "/usr/local/bin/crictl", 0o755)?;
-        install(node)?;
-        // The node's containerd is none of systemd's.
-        node.run(&["systemctl", "mask", "--now", "containerd.service"])?;
-        node.run(&["systemctl", "enable", "--now", "firn-cri-pods.service"])?;
-        let version = |socket: &str| {
-            let endpoint = format!("unix://{socket}");
-            let shown = node.run(&["crictl", "--runtime-endpoint", &endpoint, "version"])?;
-            anyhow::Ok(shown.stdout)
-        };
-        let seen = wait_for("the service", LIMIT, || Ok(version("/run/firn/cri.sock").ok()))?;
-        ensure!(seen == version("/run/containerd/containerd.sock")?, "{seen}");
-        let modes = node
-            .run(&["stat", "-c", "%a", "/run/firn/cri.sock", "/var/lib/firn/pods"])?
-            .stdout;
-        ensure!(modes == "600\n700\n", "{modes}");
-        let stop = "systemctl stop firn-cri-pods; systemctl show --property Result firn-cri-pods; \
-                    ls /run/firn/cri.sock 2>&1 || true";
-        let stopped = node.run(&["sh", "-ec", stop])?.stdout;
-        ensure!(
-            stopped.contains("Result=success") && stopped.contains("No such file"),
-            "{stopped}"
-        );
-        node.run(&["systemctl", "start", "firn-cri-pods.service"])?;
-        node.run(&["dpkg", "--purge", "firn"])?;
-        let left = "find /etc/systemd /usr/lib/systemd -name 'firn-[cmt]*'; pgrep -x firn; true";
-        let left = node.run(&["sh", "-c", left])?.stdout;
-        ensure!(left.is_empty(), "{left}");
-        Ok(())
-    })
-}
-
 fn main() -> ExitCode {
     let cases = cases! {
         a_job_moves_between_nodes_with_the_package [FORKY, TRIXIE_V2];
         the_commands_of_the_readme_move_a_job [NOBLE_V2];
         systemd_keeps_the_cdi_file_fresh [FORKY_SYSTEMD, TRIXIE_SYSTEMD];
         systemd_serves_and_writes_metrics [FORKY_SYSTEMD];
-        systemd_serves_the_calls_of_pods [FORKY_SYSTEMD];
     };
     let pages = matrix::without_node(
         "manual_pages_render_without_warnings",

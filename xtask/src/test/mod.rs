@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use firn_lab::{TIER, Tier};
 use firn_node::{Store, Suite};
 use nix::unistd::geteuid;
 
@@ -22,18 +23,23 @@ use crate::tools::{self, cargo_program, exit_code, in_path};
 use crate::{fuzz, workspace};
 use outcome::{Outcome, Output, Verdict, through};
 
-/// Check and test everything, as CI does
+/// Check and test what every commit has to pass, as CI does
 ///
 /// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, spelling and words,
-/// the scripts of tests/gpu, the suites that run containers in test nodes, and the fuzz targets (for
-/// $FIRN_FUZZ_SECONDS each, 6 by default). Needs root. The first run installs debootstrap and iproute2 with
-/// apt-get where they are missing, and makes two Debian roots in target/node from the mirror that apt is
-/// configured with. Nothing else of the host is changed.
+/// the scripts of tests/gpu, and the suites that run containers in test nodes. With --all everything: all
+/// suites on all platforms, next to the stock shim, and the fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by
+/// default). tests/README.md lists what is left out without it. Needs root. The first run installs
+/// debootstrap and iproute2 with apt-get where they are missing, and makes two Debian roots in target/node
+/// from the mirror that apt is configured with. Nothing else of the host is changed.
 #[derive(clap::Args)]
 pub struct Cmd {
-    /// Leave out the fuzz targets (not their corpus) and the suites that need test nodes
+    /// Leave out the suites that need test nodes
     #[arg(long)]
     fast: bool,
+    /// Everything, before an issue is resolved or a release is made; a test that passes only when it is
+    /// repeated fails
+    #[arg(long, conflicts_with = "fast")]
+    all: bool,
 }
 
 /// Trials of a suite that run at the same time: one more than processors, because a trial mostly waits for
@@ -46,6 +52,9 @@ fn trials() -> usize {
 const SUITES: usize = 2;
 /// Suites that run one after the other next to them: they take longest, and mostly wait.
 const LONGEST: [&str; 3] = ["conformance", "cri", "leaks"];
+/// Suites that a commit does not need: of clients that call the same shim or firn-runc in other words, and of
+/// what takes long.
+const OF_ALL: [&str; 6] = ["cluster", "crio", "docker", "leaks", "package", "podman"];
 /// Measures how long a shim takes to answer, so it begins when the rest is almost done.
 const LAST: &str = "bounds";
 
@@ -71,15 +80,17 @@ impl Check {
         }
     }
 
-    /// A check that runs tests by cargo, with these arguments.
-    fn tests(name: impl Into<String>, arguments: &[&str]) -> Self {
+    /// A check that runs tests by cargo, with these arguments, as much of them as the tier has.
+    fn tests(name: impl Into<String>, arguments: &[&str], tier: Tier) -> Self {
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let once = ["--", "--test-threads=1", "--exact"].map(str::to_owned);
         let before = arguments.iter().take_while(|argument| *argument != "--").cloned();
         let again = before.chain(once).collect();
         let work = move |out: &mut Output| {
-            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-            cargo(out, &arguments)
+            let mut cargo = tools::cargo();
+            cargo.args(&arguments).env(TIER, tier.as_str());
+            cargo.current_dir(workspace()?);
+            through(cargo, out)
         };
         Self {
             again: Some(again),
@@ -143,8 +154,8 @@ impl Lane {
 }
 
 impl Plan {
-    /// With the suites, or without them and the fuzz targets.
-    fn new(fast: bool) -> Result<Self> {
+    /// Without `cmd`'s options: with the suites, and without what only a run of all has.
+    fn new(cmd: &Cmd) -> Result<Self> {
         let mut first = vec![
             Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
             Check::new("format of the fuzz targets", |out| {
@@ -153,7 +164,7 @@ impl Plan {
             Check::new("dependencies", deny),
             Check::new("advisories", advisories),
         ];
-        if fast {
+        if cmd.fast {
             first.push(Check::new("lints", |out| cargo(out, &LINTS)));
             first.push(build(&UNIT_TESTS));
             return Ok(Self {
@@ -168,14 +179,17 @@ impl Plan {
         first.push(Check::new("roots of the test nodes", |_| {
             made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
         }));
-        let suites = suites(&workspace()?.join("tests/integration/tests"))?;
+        let tier = if cmd.all { Tier::All } else { Tier::Commit };
+        let mut suites = suites(&workspace()?.join("tests/integration/tests"))?;
+        suites.retain(|suite| tier == Tier::All || !OF_ALL.contains(&suite.as_str()));
         let (longest, suites): (Vec<_>, Vec<_>) = suites
             .into_iter()
             .partition(|suite| LONGEST.contains(&suite.as_str()));
-        let low_priority = vec![
-            Check::new("lints", lints_at_low_priority),
-            Check::new("fuzz targets", fuzzed),
-        ];
+        let mut low_priority = vec![Check::new("lints", lints_at_low_priority)];
+        if tier == Tier::All {
+            low_priority.push(Check::new("fuzz targets", fuzzed));
+        }
+        let suite = |name| suite(name, tier);
         Ok(Self {
             first,
             lanes: vec![
@@ -188,7 +202,8 @@ impl Plan {
     }
 
     /// Makes all checks, also after one that failed.
-    fn run(self) -> Result<Vec<Done>> {
+    /// `repeats`: a few that failed may pass when they are run again.
+    fn run(self, repeats: bool) -> Result<Vec<Done>> {
         let mut done = Vec::new();
         for check in self.first {
             println!("\n== {}", check.name);
@@ -208,7 +223,9 @@ impl Plan {
             ends.collect::<Result<Vec<_>>>()
         });
         done.extend(lanes?.into_iter().flatten());
-        flaky::again(&mut done)?;
+        if repeats {
+            flaky::again(&mut done)?;
+        }
         Ok(done)
     }
 }
@@ -258,8 +275,16 @@ fn build(tests: &'static [&str]) -> Check {
 /// The checks that need no test nodes.
 fn unit_tests() -> Vec<Check> {
     vec![
-        Check::tests("unit tests", &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat()),
-        Check::tests("unit tests of the lab", &[&SUITE_TESTS[..], &["--lib"]].concat()),
+        Check::tests(
+            "unit tests",
+            &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat(),
+            Tier::All,
+        ),
+        Check::tests(
+            "unit tests of the lab",
+            &[&SUITE_TESTS[..], &["--lib"]].concat(),
+            Tier::All,
+        ),
         Check::new("words", |out| {
             cargo(out, &["run", "--quiet", "--package", "firn-words", "--locked"])
         }),
@@ -279,10 +304,10 @@ fn lints_at_low_priority(out: &mut Output) -> Result<Outcome> {
 }
 
 /// A check per suite, so that the summary shows how long each takes.
-fn suite(suite: String) -> Check {
+fn suite(suite: String, tier: Tier) -> Check {
     let trials = format!("--test-threads={}", trials());
     let arguments = [&SUITE_TESTS[..], &["--test", &suite, "--", &trials]].concat();
-    Check::tests(format!("suite {suite}"), &arguments)
+    Check::tests(format!("suite {suite}"), &arguments, tier)
 }
 
 /// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`. In the order in
@@ -309,7 +334,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
         "the tests make cgroups, mounts and device nodes and need root\nhint: sudo -E cargo xtask test"
     );
     let begun = Instant::now();
-    let done = Plan::new(cmd.fast)?.run()?;
+    let done = Plan::new(cmd)?.run(!cmd.all)?;
     print!("\n{}", summary::of(&done, begun.elapsed()));
     let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
     Ok(exit_code(!failed))

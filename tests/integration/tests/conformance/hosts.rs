@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
-use firn_lab::{BUNDLES, CommandOutput, Container, GpuHost, IMAGE, STOCK, SimGpu};
+use firn_lab::{BUNDLES, CommandOutput, Container, GpuHost, IMAGE, STOCK, SimGpu, Tier};
 use firn_node::{Cgroup, Node, Platform, wait_for};
 
 use crate::manual::STEP;
@@ -109,16 +109,24 @@ impl Place<'_> {
     }
 }
 
-/// Both hosts of a platform, made when they are wanted, used by one test at a time.
+/// The hosts of a platform, made when they are wanted, used by one test at a time.
 pub struct Pair {
     platform: Platform,
-    hosts: Mutex<Option<[GpuHost; 2]>>,
+    tier: Tier,
+    hosts: Mutex<Option<Hosts>>,
+}
+
+struct Hosts {
+    /// None where firn is compared with what a point has in writing.
+    stock: Option<GpuHost>,
+    firn: GpuHost,
 }
 
 impl Pair {
-    pub fn new(platform: Platform) -> Self {
+    pub fn new(platform: Platform, tier: Tier) -> Self {
         Self {
             platform,
+            tier,
             hosts: Mutex::new(None),
         }
     }
@@ -127,8 +135,9 @@ impl Pair {
         self.platform
     }
 
-    /// Runs a test on them, which leaves nothing there. Hosts on which it has failed are not used again.
-    pub fn with_both(&self, test: impl FnOnce(&Place<'_>, &Place<'_>) -> Result<()>) -> Result<()> {
+    /// Runs a test on both, or on that of firn alone. It leaves nothing there. Hosts on which it has failed
+    /// are not used again.
+    pub fn with(&self, test: impl FnOnce(Option<&Place<'_>>, &Place<'_>) -> Result<()>) -> Result<()> {
         let mut kept = self.hosts.lock().unwrap_or_else(PoisonError::into_inner);
         // Not back in its place if the test panics.
         let hosts = match kept.take() {
@@ -137,10 +146,15 @@ impl Pair {
                 .make()
                 .with_context(|| format!("make hosts, {}", self.platform))?,
         };
-        let [stock, firn] = &hosts;
-        let [stock, firn] =
-            [(stock, Shim::Stock), (firn, Shim::Firn)].map(|(host, shim)| Place { host, shim });
-        let tested = test(&stock, &firn);
+        let stock = hosts.stock.as_ref().map(|host| Place {
+            host,
+            shim: Shim::Stock,
+        });
+        let firn = Place {
+            host: &hosts.firn,
+            shim: Shim::Firn,
+        };
+        let tested = test(stock.as_ref(), &firn);
         match tested {
             Ok(()) => *kept = Some(hosts),
             Err(_) => eprintln!("{}", firn.host.log()),
@@ -148,10 +162,11 @@ impl Pair {
         tested
     }
 
-    fn make(&self) -> Result<[GpuHost; 2]> {
+    fn make(&self) -> Result<Hosts> {
         let make = |shim: &str| GpuHost::for_test(self.platform, &format!("cf-{shim}"), &[SimGpu::h200(1)]);
-        let hosts = [make("s")?, make("f")?];
-        hosts[1].drop_in()?;
-        Ok(hosts)
+        let stock = (self.tier == Tier::All).then(|| make("s")).transpose()?;
+        let firn = make("f")?;
+        firn.drop_in()?;
+        Ok(Hosts { stock, firn })
     }
 }

@@ -8,7 +8,6 @@
 //! `cargo test -p firn-integration --test cri -- "stop"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
-mod adapter;
 mod checkpoints;
 mod client;
 mod hosts;
@@ -23,7 +22,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{Claims, Outcome, Skip, matrix};
+use firn_lab::{Claims, Outcome, Skip, Tier, matrix};
 use firn_node::{Suite, go_lacks};
 
 use crate::client::Cri;
@@ -117,13 +116,18 @@ fn points() -> Vec<Point> {
         named::POINTS,
         images::POINTS,
         together::POINTS,
-        adapter::POINTS,
     ]
     .concat()
 }
 
 fn main() -> ExitCode {
-    let hosts = PLATFORMS.map(|platform| Arc::new(Hosts::new(platform)));
+    let tier = Tier::current();
+    let platforms = PLATFORMS
+        .iter()
+        .filter(|platform| tier.includes(**platform, &PLATFORMS));
+    let hosts: Vec<_> = platforms
+        .map(|platform| Arc::new(Hosts::new(*platform)))
+        .collect();
     let mut trials = Vec::new();
     // Neighbours are of different platforms, so that tests that run at the same time do not wait for each
     // other's hosts.
