@@ -2,7 +2,6 @@
 
 pub mod checkpoint;
 pub mod config;
-pub mod cri;
 pub mod relocate;
 pub mod restore;
 
@@ -23,7 +22,6 @@ use crate::store::args::StoreCommand;
 use crate::view::args::SubjectArgs;
 use checkpoint::CheckpointArgs;
 use config::ConfigCommand;
-use cri::CriPodsArgs;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
@@ -62,7 +60,6 @@ pub enum Command {
     Uninstall(UninstallArgs),
     Labels(LabelsArgs),
     NodeAgent(NodeAgentArgs),
-    CriPods(CriPodsArgs),
     Completions(CompletionsArgs),
     #[command(hide = true)]
     Man(ManArgs),

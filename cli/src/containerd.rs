@@ -7,7 +7,6 @@
 mod called;
 mod containers;
 mod content;
-mod cri;
 mod events;
 #[cfg(test)]
 pub mod fake;
@@ -39,7 +38,6 @@ use tonic_prost::ProstCodec;
 
 pub use called::{NERDCTL_STATE, bundles_called};
 pub use content::{Content, Descriptor, Image, next};
-pub use cri::Recorded;
 pub use events::{Phase, Phases};
 pub use snapshots::Snapshot;
 pub use tasks::{Task, TaskState};

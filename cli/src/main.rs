@@ -1,6 +1,6 @@
 //! firn: checkpoints, restores and moves GPU containers, and shows their checkpoints and their nodes.
 //!
-//! These change something: `cdi generate`, `checkpoint`, `cri-pods`, `doctor --fix`, `drain`, `images prune`,
+//! These change something: `cdi generate`, `checkpoint`, `doctor --fix`, `drain`, `images prune`,
 //! `install`, `labels`, `move`, `move-gpu`, `node-agent`, `restore`, `resume`, `sign`, `store`, `uninstall`.
 //! The driver is reached through `firn-gpu`.
 #![forbid(unsafe_code)]
@@ -14,7 +14,6 @@ mod cdi;
 mod checkpoint;
 mod config;
 mod containerd;
-mod cri;
 mod doctor;
 mod drain;
 #[cfg(test)]
@@ -82,7 +81,6 @@ fn main() -> ExitCode {
         Command::Uninstall(args) => install::uninstall(&args),
         Command::Labels(args) => agent::labels::run(&args),
         Command::NodeAgent(args) => agent::run(&args),
-        Command::CriPods(args) => cri::run(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::pages(&args),
         Command::Cdi(command) => cdi::run(&command),

@@ -48,16 +48,6 @@ pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
 /// `store:NAME`.
 pub const ANNOTATION_RESTORE_FROM: &str = "firn.dev/restore-from";
 
-/// In a pod's checkpoint that `firn cri-pods` has made: what the processes of its containers were.
-pub const POD_FILE: &str = "pod.json";
-
-/// Where `firn cri-pods` puts, by names that nobody can guess, links to the checkpoints of the containers
-/// that it has created. `pod:` before such a name in [`ANNOTATION_RESTORE_FROM`] is one.
-pub const POD_CHECKPOINTS: &str = "/run/firn/pods";
-
-/// In a directory of such links: the id of the sandbox that they are for.
-pub const POD_SANDBOX: &str = ".sandbox";
-
 /// Annotation of a pod: `cold` starts a container whose restore is refused without its checkpoint.
 pub const ANNOTATION_RESTORE_FALLBACK: &str = "firn.dev/restore-fallback";
 
@@ -76,9 +66,6 @@ pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
 
 /// Annotation by containerd's CRI plugin: the name of the container's image.
 pub const ANNOTATION_CRI_IMAGE: &str = "io.kubernetes.cri.image-name";
-
-/// See [`ANNOTATION_CRI_NAMESPACE`]: the id of its sandbox.
-pub const ANNOTATION_CRI_SANDBOX: &str = "io.kubernetes.cri.sandbox-id";
 
 /// Annotation by the kubelet, where the runtime handler passes it on: how often it has started this container
 /// of the pod again.

@@ -108,7 +108,7 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let restored = attempt
         .restore_named(&wish, &given, &mut labels, request.images)
         .await;
-    let (mut prepared, named) = match restored {
+    let (prepared, named) = match restored {
         Ok(restored) => restored,
         Err(error) if wish.falls_back && !request.cancel.is_cancelled() => {
             log::warn!(
@@ -130,9 +130,6 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let unpacked = named.unpack_layer(bundle, reaper, request.cancel).await;
     unpacked.map_err(|cause| refused(request.id, &named.image, cause))?;
     named.note(request.id, bundle);
-    if let Some(restore) = &mut prepared.restore {
-        restore.link = named.link;
-    }
     Ok(prepared)
 }
 

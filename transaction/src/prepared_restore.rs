@@ -16,8 +16,6 @@ pub struct PreparedRestore {
     pub id: String,
     /// CRIU image directory.
     pub image: PathBuf,
-    /// A link that is removed when the container was started.
-    pub link: Option<PathBuf>,
     /// Flags of the dump, which the restore repeats.
     pub flags: DumpFlags,
     /// The image's files as they were verified; absent without a manifest.

@@ -18,7 +18,6 @@ use serde::Serialize;
 
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
-pub use pod::{KIND, annotations};
 pub use pod_call::PodCall;
 pub use source::{Found as SourceFound, OPTIONS, Source};
 

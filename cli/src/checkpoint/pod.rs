@@ -25,7 +25,7 @@ use super::{Interrupts, PodCall, Printed};
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
-pub const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
+const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
 
 /// Why there are no checkpoints of a pod.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -139,7 +139,7 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
     }
     let call = PodCall::new(&containerd, by_id);
     let mut interrupts = Interrupts::new()?;
-    let mut answer = call.begin(false);
+    let mut answer = call.begin();
     let answer = match interrupts.unless(&mut answer).await {
         Some(answer) => answer,
         None => {
@@ -202,7 +202,7 @@ async fn containers(containerd: &Containerd, pod: &str) -> Result<BTreeMap<Strin
 }
 
 /// Those of the container's spec.
-pub fn annotations(container: &Container) -> BTreeMap<String, String> {
+fn annotations(container: &Container) -> BTreeMap<String, String> {
     #[derive(Default, Deserialize)]
     struct Annotated {
         #[serde(default)]

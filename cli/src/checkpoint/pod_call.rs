@@ -45,13 +45,9 @@ impl<'a> PodCall<'a> {
         self.images.keys().next().map_or("", String::as_str)
     }
 
-    /// Begins it. `inline`: all memory is in the images.
-    pub fn begin(&self, inline: bool) -> Answer<'_> {
-        let mut annotations =
-            HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), self.sent.clone())]);
-        if inline {
-            annotations.insert(names::ANNOTATION_BULK.to_owned(), "inline".to_owned());
-        }
+    /// Begins it.
+    pub fn begin(&self) -> Answer<'_> {
+        let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), self.sent.clone())]);
         Box::pin(self.containerd.annotate(self.one(), annotations))
     }
 

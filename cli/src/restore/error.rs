@@ -73,8 +73,7 @@ pub enum RestoreError {
     #[error("container {id} is one of Kubernetes', whose tasks the kubelet alone makes")]
     #[problem(
         "FIRN-RESTORE-CLIENT",
-        "let the kubelet restore it: a pod names its checkpoint in the annotation firn.dev/restore-from. \
-         Whole pods are restored by RestorePod of `firn cri-pods`"
+        "let the kubelet restore it: a pod names its checkpoint in the annotation firn.dev/restore-from"
     )]
     Kubernetes { id: String },
     #[error(

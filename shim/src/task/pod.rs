@@ -34,8 +34,6 @@ type Images = BTreeMap<String, PathBuf>;
 /// A checkpoint in progress.
 pub(super) struct Progress {
     images: Images,
-    /// The images have all memory in them.
-    inline: bool,
     meeting: Arc<Meeting>,
     over: watch::Sender<bool>,
     /// The containers whose operation lock it holds.
@@ -50,15 +48,6 @@ pub(super) fn wanted(annotations: &HashMap<String, String>) -> Result<Option<Ima
 /// The checkpoint that its client wants no more; none if the annotations name none.
 pub(super) fn withdrawn(annotations: &HashMap<String, String>) -> Result<Option<Images>, TaskError> {
     named(annotations, names::ANNOTATION_WITHDRAW_POD)
-}
-
-/// Whether the annotations of an update want all memory in the images.
-pub(super) fn inline(annotations: &HashMap<String, String>) -> Result<bool, TaskError> {
-    match annotations.get(names::ANNOTATION_BULK).map(String::as_str) {
-        None => Ok(false),
-        Some("inline") => Ok(true),
-        Some(_) => Err(TaskError::PodSetting),
-    }
 }
 
 fn named(annotations: &HashMap<String, String>, key: &str) -> Result<Option<Images>, TaskError> {
@@ -103,11 +92,7 @@ pub(super) async fn withdraw(service: &Service, images: &Images) -> Empty {
 }
 
 /// Checkpoints these containers, which continue.
-pub(super) async fn checkpoint(
-    service: &Arc<Service>,
-    images: Images,
-    inline: bool,
-) -> Result<Empty, TaskError> {
+pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result<Empty, TaskError> {
     let containers = images.keys().map(|id| service.container(id));
     let containers = containers.collect::<Result<Vec<_>, _>>()?;
     let (config, _mistake) = Config::load_what_is_valid();
@@ -115,7 +100,6 @@ pub(super) async fn checkpoint(
     let progress = Arc::new(Progress {
         meeting: Arc::new(Meeting::of(containers.len(), limit)),
         images,
-        inline,
         over: watch::Sender::new(false),
         held: Mutex::default(),
     });
@@ -212,7 +196,7 @@ async fn one(
         empty_namespaces: Vec::new(),
         meeting: Some(progress.meeting.clone()),
         layer: Some(layer.clone()),
-        inline: progress.inline,
+        inline: false,
     };
     let done = super::checkpoint::transact(service, container, &request).await;
     let keeps_image =

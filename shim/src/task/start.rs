@@ -101,7 +101,7 @@ async fn restore_init(
                     point("restore-committed").await;
                     restored.commit().await;
                     // Nothing reads the image any more.
-                    restore::remove_used(&prepared, &container.bundle).await;
+                    restore::remove_unpacked(&container.bundle).await;
                     exit::watch_oom(service, container);
                     exit::claim(service, expectation, container, &container.init);
                     return Ok(());

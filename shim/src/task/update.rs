@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -> Result<Empty, TaskError> {
     if let Some(images) = pod::wanted(&request.annotations)? {
-        return pod::checkpoint(service, images, pod::inline(&request.annotations)?).await;
+        return pod::checkpoint(service, images).await;
     }
     if let Some(images) = pod::withdrawn(&request.annotations)? {
         return Ok(pod::withdraw(service, &images).await);

@@ -30,7 +30,7 @@ mod testing;
 
 pub(crate) use error::Refusal;
 pub use error::RestoreError;
-pub use named::{FoundImage, ImageStore, NoImages, is_name, name_for, remove_unpacked, remove_used};
+pub use named::{FoundImage, ImageStore, NoImages, is_name, name_for, remove_unpacked};
 pub(crate) use named::{Named, Node, Wish};
 pub use place::in_use;
 pub use prepare::{Preparation, admit};

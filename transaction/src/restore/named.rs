@@ -5,11 +5,9 @@
 //! processes knew. The directory of a name is an image directory, or an archive of the kubelet that was
 //! unpacked there: the image in `checkpoint`, and next to it what the container had written. An image of
 //! containerd's is unpacked in this way, into a directory that goes with the container's bundle.
-//! `firn cri-pods`, whose socket is root's, restores from everywhere, each name for one pod ([`pod`]).
 
 mod image;
 mod noted;
-mod pod;
 mod source;
 
 use std::fs::{self, Metadata};
@@ -26,10 +24,9 @@ use firn_oci::Spec;
 use super::compare;
 use super::error::Refusal;
 use super::prepare::left_image;
-use crate::blocking::{self, stoppable};
+use crate::blocking::stoppable;
 use crate::cancel::CancellationToken;
 use crate::memory_owner::Chosen;
-use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::warn::{OrWarn, configured};
 
@@ -55,8 +52,6 @@ pub struct Named {
     pub cap: Option<u64>,
     /// Who has chosen it, among what the operator permits.
     pub chosen: Chosen,
-    /// The link of a pod's part, which is removed when the container was started.
-    pub link: Option<PathBuf>,
 }
 
 impl Named {
@@ -106,18 +101,6 @@ impl Named {
             );
         }
         Ok(())
-    }
-}
-
-/// Removes what only the restore of this container has needed: an unpacked image, or the link of a pod's
-/// part.
-pub async fn remove_used(prepared: &PreparedRestore, bundle: &Path) {
-    remove_unpacked(bundle).await;
-    if let Some(link) = prepared.link.clone() {
-        blocking::remove("remove the link of a pod's checkpoint", link, |link| {
-            fs::remove_file(link)
-        })
-        .await;
     }
 }
 
@@ -171,13 +154,6 @@ pub enum NameError {
          image-cap under [restore] limits it"
     )]
     Unpack { image: String, output: String },
-    #[error("the pod names a part of a pod's checkpoint, and there is none for it")]
-    #[problem(
-        "FIRN-RESTORE-FROM",
-        "`firn cri-pods` makes such a name for one pod, until its container was started: restore the pod \
-         again by RestorePod"
-    )]
-    NoPod,
     #[error("cannot look for checkpoint {path}: {reason}")]
     #[problem("FIRN-RESTORE-FROM", "see that the directory can be read")]
     Unreadable { path: PathBuf, reason: String },
@@ -188,8 +164,6 @@ pub enum NameError {
 pub struct Wish {
     source: Source,
     namespace: String,
-    /// The id of its sandbox.
-    sandbox: String,
     /// Whether the container starts without its checkpoint if that cannot be restored.
     pub falls_back: bool,
 }
@@ -216,9 +190,7 @@ impl Wish {
         let Some(source) = Source::of(value, container)? else {
             return Ok(None);
         };
-        // Whoever restores a whole pod wants it or nothing.
-        let by_cri = matches!(source, Source::Pod(_));
-        if is_restart && restarts_cold && !by_cri {
+        if is_restart && restarts_cold {
             log::warn!(
                 "container {container} of a pod was started before, and starts without its checkpoint"
             );
@@ -228,8 +200,7 @@ impl Wish {
         Ok(Some(Self {
             source,
             namespace: text(names::ANNOTATION_CRI_NAMESPACE),
-            sandbox: text(names::ANNOTATION_CRI_SANDBOX),
-            falls_back: falls_back && !by_cri,
+            falls_back,
         }))
     }
 
@@ -245,18 +216,6 @@ impl Wish {
                 (name.clone(), store.map(|store| store.join(names::STORE_NAMED)))
             }
             Source::Image(image) => return image::unpacked(image, &self.namespace, node).await,
-            Source::Pod(link) => {
-                let (link, sandbox) = (link.clone(), self.sandbox.clone());
-                let found = node.look(move || {
-                    let place = pod::place(&link, &sandbox)?;
-                    let named = in_directory(place, pod::ORIGIN.to_owned(), cap)?;
-                    Ok(Named {
-                        link: Some(link),
-                        ..named
-                    })
-                });
-                return found.await;
-            }
         };
         let (namespace, by_signature) = (self.namespace.clone(), restore.trusted_keys.is_some());
         let wanted = name.clone();
@@ -350,7 +309,6 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
             layer: None,
             cap,
             chosen: Chosen::ByOperator,
-            link: None,
         });
     }
     let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
@@ -371,7 +329,6 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
         layer,
         cap,
         chosen: Chosen::ByOperator,
-        link: None,
     })
 }
 

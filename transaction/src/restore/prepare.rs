@@ -89,7 +89,6 @@ impl Preparation<'_> {
         let mut prepared = PreparedRestore {
             id: self.id.to_owned(),
             image: image.to_owned(),
-            link: None,
             flags: DumpFlags::default(),
             verified: None,
             bytes: 0,

@@ -90,7 +90,6 @@ pub(super) fn prepared(image: &Path) -> PreparedRestore {
         id: "job".to_owned(),
         facts: None,
         image: image.to_owned(),
-        link: None,
         flags: DumpFlags::default(),
         verified: None,
         bytes: 0,

@@ -15,10 +15,9 @@ const PLUGIN: &str = "libfirn_criu.so";
 /// Scripts that dpkg runs, in config/debian.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
 /// Those of the CDI file are started by the package, the others by the operator.
-const UNITS: [&str; 7] = [
+const UNITS: [&str; 6] = [
     "firn-cdi.service",
     "firn-cdi.path",
-    "firn-cri-pods.service",
     "firn-metrics.service",
     "firn-textfile.service",
     "firn-textfile.timer",

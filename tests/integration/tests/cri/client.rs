@@ -13,8 +13,6 @@ use crate::hosts::Way;
 
 /// Where the client is on a node.
 pub const CLIENT: &str = "/usr/local/bin/cri-client";
-/// Where `firn cri-pods` listens.
-pub const SOCKET: &str = "/run/firn/cri.sock";
 /// The image of the pods' containers.
 pub const IMAGE: &str = firn_lab::IMAGE;
 /// The cgroup in which pods have theirs.
@@ -38,27 +36,11 @@ pub struct Cri<'h> {
 impl<'h> Cri<'h> {
     /// Calls a method.
     pub fn call(self, method: &str, request: &Value) -> Result<Value> {
-        self.call_within("2m", method, request)
-    }
-
-    /// Calls a method with this deadline, in Go's form.
-    pub fn call_within(self, deadline: &str, method: &str, request: &Value) -> Result<Value> {
-        let deadline = format!("CRI_TIMEOUT={deadline}");
-        let call = ["env", &deadline, &self.endpoint(), CLIENT, method];
-        let output = self.host.output_of(&call, &request.to_string())?;
+        let output = self.host.output_of(&[CLIENT, method], &request.to_string())?;
         if output.code != Some(0) {
             bail!("{}", output.stderr.trim_end());
         }
         serde_json::from_str(&output.stdout).with_context(|| format!("{method} answered {}", output.stdout))
-    }
-
-    /// Which socket the client calls, as a variable of its environment.
-    pub fn endpoint(self) -> String {
-        let socket = match self.way {
-            Way::Adapter => SOCKET,
-            _ => "/run/containerd/containerd.sock",
-        };
-        format!("CRI_ENDPOINT=unix://{socket}")
     }
 
     /// Runs a pod in the host's network, so that no network plugin is needed.

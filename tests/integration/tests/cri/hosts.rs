@@ -8,13 +8,11 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result, anyhow};
 use firn_lab::{FIRN, GpuHost, STOCK, SimGpu, configure_pods, import_pod_images, install_network_plugin};
-use firn_node::{GoOptions, Node, Platform, Suite, go_build, go_install};
+use firn_node::{GoOptions, Node, Platform, Suite, go_build};
 
 use crate::client::{CLIENT, Cri};
 
 const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
-/// The newest containerd, which Kubernetes' newest calls reach by `firn cri-pods` alone.
-pub const NEWER: &str = "v2.4.2";
 /// Where runc keeps its state under the handler that has options of its own.
 const NAMED_ROOT: &str = "/run/containerd/firn-runc";
 
@@ -29,8 +27,6 @@ pub enum Way {
     Named,
     /// Firn under the stock shim's file name.
     DropIn,
-    /// As [`Way::Path`], with a newer containerd, by the socket of `firn cri-pods`.
-    Adapter,
 }
 
 impl Way {
@@ -42,7 +38,7 @@ impl Way {
         match self {
             Self::Stock | Self::DropIn => "runc",
             // Of the shipped file: its handler has to be that of the shipped configuration.
-            Self::Path | Self::Adapter => RUNTIME_CLASS
+            Self::Path => RUNTIME_CLASS
                 .lines()
                 .find_map(|line| line.strip_prefix("handler: "))
                 .unwrap_or("none is named"),
@@ -53,7 +49,7 @@ impl Way {
     /// Where runc keeps its state.
     pub fn runc_root(self) -> &'static str {
         match self {
-            Self::Stock | Self::Path | Self::DropIn | Self::Adapter => "/run/containerd/runc",
+            Self::Stock | Self::Path | Self::DropIn => "/run/containerd/runc",
             Self::Named => NAMED_ROOT,
         }
     }
@@ -61,7 +57,7 @@ impl Way {
     /// How containerd's configuration names the runtime.
     pub fn runtime(self) -> &'static str {
         match self {
-            Self::Path | Self::Adapter => "runtime_path",
+            Self::Path => "runtime_path",
             Self::Named => FIRN,
             Self::Stock | Self::DropIn => STOCK,
         }
@@ -71,7 +67,7 @@ impl Way {
     pub fn program(self) -> &'static str {
         match self {
             Self::Stock => "/usr/bin/containerd-shim-runc-v2",
-            Self::Path | Self::Named | Self::Adapter => "/usr/local/bin/containerd-shim-firn-v2",
+            Self::Path | Self::Named => "/usr/local/bin/containerd-shim-firn-v2",
             Self::DropIn => "/usr/local/bin/containerd-shim-runc-v2",
         }
     }
@@ -84,7 +80,6 @@ impl fmt::Display for Way {
             Self::Path => "firn by runtime_path",
             Self::Named => "firn by its name",
             Self::DropIn => "firn as drop-in",
-            Self::Adapter => "firn cri-pods",
         })
     }
 }
@@ -99,8 +94,6 @@ pub struct Hosts {
     both: Mutex<Option<GpuHost>>,
     /// With firn in the stock shim's place.
     replaced: Mutex<Option<GpuHost>>,
-    /// With both, and a newer containerd.
-    newer: Mutex<Option<GpuHost>>,
 }
 
 impl Hosts {
@@ -109,7 +102,6 @@ impl Hosts {
             platform,
             both: Mutex::default(),
             replaced: Mutex::default(),
-            newer: Mutex::default(),
         }
     }
 
@@ -117,7 +109,6 @@ impl Hosts {
     pub fn with<T>(&self, way: Way, test: impl FnOnce(Cri<'_>) -> Result<T>) -> Result<T> {
         let (kept, name) = match way {
             Way::DropIn => (&self.replaced, "cri-d"),
-            Way::Adapter => (&self.newer, "cri-n"),
             Way::Stock | Way::Path | Way::Named => (&self.both, "cri"),
         };
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,12 +139,6 @@ impl Hosts {
             host.drop_in()?;
         }
         import_pod_images(node)?;
-        if way == Way::Adapter {
-            node.kill_containerd()?;
-            let newer = go_install("github.com/containerd/containerd/v2/cmd/containerd", NEWER)?;
-            node.install(newer, "/usr/local/bin/containerd", 0o755)?;
-            node.start_containerd()?;
-        }
         Ok(host)
     }
 }

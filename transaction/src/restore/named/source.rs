@@ -1,7 +1,5 @@
 //! What an annotation of a pod names: where the checkpoint of a container is.
 
-use std::path::{Path, PathBuf};
-
 use firn_config::names;
 
 use super::NameError;
@@ -10,10 +8,6 @@ use super::NameError;
 const IMAGE: &str = "image:";
 /// Before a name in the store.
 const STORE: &str = "store:";
-/// Before a name that `firn cri-pods` has made.
-const POD: &str = "pod:";
-/// How long such a name is: 128 random bits. Who does not know it cannot guess it.
-const POD_NAME: usize = 32;
 
 /// Where a checkpoint is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,16 +18,10 @@ pub enum Source {
     Image(String),
     /// A checkpoint that the node's store has under this name.
     Store(String),
-    /// A part of a pod's checkpoint: a link below [`names::POD_CHECKPOINTS`].
-    Pod(PathBuf),
 }
 
 impl Source {
-    fn parse(text: &str, container: &str) -> Option<Self> {
-        if let Some(pod) = text.strip_prefix(POD) {
-            let is_made = pod.len() == POD_NAME && pod.bytes().all(|byte| byte.is_ascii_hexdigit());
-            return is_made.then(|| Self::Pod(Path::new(names::POD_CHECKPOINTS).join(pod).join(container)));
-        }
+    fn parse(text: &str) -> Option<Self> {
         if let Some(image) = text.strip_prefix(IMAGE) {
             return is_image(image).then(|| Self::Image(image.to_owned()));
         }
@@ -56,7 +44,7 @@ impl Source {
                 None if value == part => (container, part),
                 None => return Err(wrong()),
             };
-            let source = Self::parse(name, of).filter(|_| is_name(of)).ok_or_else(wrong)?;
+            let source = Self::parse(name).filter(|_| is_name(of)).ok_or_else(wrong)?;
             if of == container && found.replace(source).is_some() {
                 return Err(wrong());
             }
@@ -92,8 +80,6 @@ fn is_image(text: &str) -> bool {
 pub mod fuzz {
     use std::path::{Component, Path};
 
-    use firn_config::names;
-
     use super::Source;
 
     /// The container's name, NUL, and the value: what it names is one file of its place, and nothing else.
@@ -110,12 +96,6 @@ pub mod fuzz {
         match source {
             Source::Directory(name) | Source::Store(name) => assert!(is_one(Path::new(&name)), "{name:?}"),
             Source::Image(name) => assert!(!name.starts_with(['/', '.', '-']) && name.is_ascii(), "{name:?}"),
-            Source::Pod(path) => {
-                let pod = path.parent().expect("it has one");
-                assert_eq!(pod.parent(), Some(Path::new(names::POD_CHECKPOINTS)));
-                assert_eq!(path.file_name(), Some(container.as_ref()));
-                assert!(is_one(Path::new(container)), "{path:?}");
-            }
         }
     }
 }

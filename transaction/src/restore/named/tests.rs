@@ -23,7 +23,6 @@ fn name(value: &str) -> Result<Option<String>, NameError> {
         Source::Directory(name) => name,
         Source::Image(image) => format!("image {image}"),
         Source::Store(name) => format!("{name} in the store"),
-        Source::Pod(link) => link.display().to_string(),
     }))
 }
 
@@ -38,9 +37,6 @@ fn a_name_is_for_all_containers_or_for_one() {
     let expected = Ok(Some(format!("image {image}")));
     assert_eq!(name(&format!("image:{image}")), expected);
     assert_eq!(name(&format!("proxy=a,server=image:{image}")), expected);
-    let made = "0123456789abcdef0123456789abcdef";
-    let link = format!("/run/firn/pods/{made}/server");
-    assert_eq!(name(&format!("pod:{made}")), Ok(Some(link)));
     let value = format!("server=image:{image},proxy=a");
     assert_eq!(name_for(&value, "server"), Ok(None), "it is no directory");
     assert_eq!(name_for(&value, "proxy"), Ok(Some("a".to_owned())));
@@ -63,9 +59,7 @@ fn a_name_is_for_all_containers_or_for_one() {
         "store:",
         "store:a/b",
         "store:..",
-        "pod:",
-        "pod:../0123456789abcdef0123456789ab",
-        "pod:0123456789abcdef0123456789abcdef0",
+        "pod:a",
     ] {
         let error = name(wrong).unwrap_err();
         assert!(matches!(error, NameError::Value { .. }), "{wrong}: {error}");
@@ -82,18 +76,6 @@ fn a_name_is_for_all_containers_or_for_one() {
         Ok(None),
         "no pod's"
     );
-}
-
-#[test]
-fn a_part_of_a_whole_pod_is_restored_whatever_the_pod_wants() {
-    let made = "pod:0123456789abcdef0123456789abcdef";
-    let wish = Wish::of(&spec(&[
-        ("firn.dev/restore-from", made),
-        ("firn.dev/restore-fallback", "cold"),
-        ("firn.dev/restore-restarts", "cold"),
-        ("io.kubernetes.container.restartCount", "2"),
-    ]));
-    assert!(!wish.unwrap().unwrap().falls_back);
 }
 
 #[test]
@@ -262,7 +244,6 @@ fn the_operator_allows_namespaces_by_directories() {
             layer: layer.map(|name| dir.join(name)),
             cap: Some(7),
             chosen: Chosen::ByOperator,
-            link: None,
         })
     };
     assert_eq!(found(&wish, &config), named(None));
@@ -278,7 +259,6 @@ fn the_operator_allows_namespaces_by_directories() {
         layer: None,
         cap: Some(7),
         chosen: Chosen::ByOperator,
-        link: None,
     };
     assert_eq!(found(&wish, &config), Ok(whole));
     // Another namespace's pod names nothing of this one.
