@@ -24,7 +24,7 @@ use crate::meeting::Meeting;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::{Bounds, RuntimeKind, UnfitRuntime};
+use crate::runc::Bounds;
 use crate::warn::{OrWarn, configured};
 
 /// How long a reset of the freezer may take.
@@ -226,11 +226,6 @@ async fn dump_now(
             procfs::is_alive(container.init.pid()),
         )),
         Ok(()) => Ok(()),
-        // youki has no such command, so it has done nothing.
-        Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(CheckpointError::refused(
-            container,
-            UnfitRuntime(RuntimeKind::Youki),
-        )),
         Err(cause) => Err(CheckpointError::Plain {
             cause,
             log: container.bundle.join(KEPT_LOG),

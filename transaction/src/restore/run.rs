@@ -26,7 +26,7 @@ use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::recording;
 use crate::recovery::Recovery;
-use crate::runc::{Bounds, Restore, RuncError, RuntimeKind, UnfitRuntime, read_pid};
+use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::warn::{OrWarn, configured};
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
@@ -298,11 +298,6 @@ async fn plain(
             }
             pid
         }
-        Err(_) if container.runc.kind().await == RuntimeKind::Youki => Err(RestoreError::Refused {
-            id: prepared.id.clone(),
-            image: prepared.image.clone(),
-            cause: UnfitRuntime(RuntimeKind::Youki).into(),
-        }),
         Err(error) => {
             let lines = last_errors(&log).await;
             // The runtime and CRIU may have been killed before they could clean up.

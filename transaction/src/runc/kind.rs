@@ -18,26 +18,23 @@ pub enum RuntimeKind {
     Runc,
     /// Checkpoints through libcriu and reads no configuration file of CRIU.
     Crun,
-    /// Cannot restore containers.
-    Youki,
 }
 
 impl RuntimeKind {
     /// Parses the output of `--version`.
     fn read(text: &str) -> Self {
-        let names = [("crun", Self::Crun), ("youki", Self::Youki)];
-        let named = |line: &str| {
-            let first = line.split_whitespace().next()?;
-            names.into_iter().find(|(name, _)| *name == first)
-        };
-        text.lines().find_map(named).map_or(Self::Runc, |(_, kind)| kind)
+        let is_crun = |line: &str| line.split_whitespace().next() == Some("crun");
+        if text.lines().any(is_crun) {
+            Self::Crun
+        } else {
+            Self::Runc
+        }
     }
 
     fn name(self) -> &'static str {
         match self {
             Self::Runc => "runc",
             Self::Crun => "crun",
-            Self::Youki => "youki",
         }
     }
 }
@@ -92,7 +89,6 @@ mod tests {
                 "crun version 1.28\ncommit: 54f16ff\n+SYSTEMD +CRIU\n",
                 RuntimeKind::Crun,
             ),
-            ("youki version: 0.5.7\ncommit: unknown\n", RuntimeKind::Youki),
             (
                 "NVIDIA Container Runtime version 1.17.8\n\nrunc version 1.2.5\n",
                 RuntimeKind::Runc,

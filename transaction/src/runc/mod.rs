@@ -116,7 +116,7 @@ impl fmt::Display for RuntimeMessage {
 
 impl Absent for RuncError {
     /// Whether the runtime knows no such container. A command line reports this by text only; the wording is
-    /// that of runc, crun and youki, and containerd matches it too.
+    /// that of runc and crun, and containerd matches it too.
     fn is_absent(&self) -> bool {
         matches!(self, Self::Failed { message, .. } if message.contains("does not exist"))
     }
@@ -433,7 +433,7 @@ struct LogLine {
     concurrent: bool,
     #[serde(default)]
     level: String,
-    #[serde(default, alias = "message")]
+    #[serde(default)]
     msg: String,
 }
 
@@ -441,7 +441,7 @@ struct LogLine {
 const LOG_TAIL: u64 = 64 << 10;
 
 /// Message of the last error that the runtime wrote to its JSON log after the first `from` bytes. runc writes
-/// one entry per line, crun spreads an entry over several lines, youki uses other keys.
+/// one entry per line, crun spreads an entry over several lines.
 fn last_error(log: &Path, from: u64) -> Option<String> {
     let text = bounded::tail(log, from, LOG_TAIL).ok()?;
     let mut text = text.as_slice();

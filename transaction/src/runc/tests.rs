@@ -22,8 +22,6 @@ fn last_error_is_the_last_line_of_level_error() {
     )
     .unwrap();
     assert_eq!(last_error(file.path(), 0).as_deref(), Some("of crun"));
-    std::fs::write(file.path(), "{\"level\":\"ERROR\",\"message\":\"of youki\"}\n").unwrap();
-    assert_eq!(last_error(file.path(), 0).as_deref(), Some("of youki"));
     let length = file.as_file().metadata().unwrap().len();
     assert_eq!(
         last_error(file.path(), length),

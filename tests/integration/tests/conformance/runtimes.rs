@@ -45,19 +45,6 @@ pub const POINTS: &[Point] = &[
         delete_of_slow_cgroup,
     )
     .better("exit code 137, cgroup gone"),
-    Point::same(
-        "1.3 youki: a container's life",
-        "exec 5, PAUSED, RUNNING, exit code 74",
-        life_with_youki,
-    ),
-    Point::same(
-        "1.3 youki: checkpoint",
-        "unrecognized subcommand 'checkpoint'",
-        checkpoint_with_youki,
-    )
-    .better(
-        "FIRN-RUNTIME: cannot checkpoint container c: youki cannot do it. hint: run the container with runc",
-    ),
 ];
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -67,20 +54,6 @@ const SCRIPT: &str = "trap 'exit 74' USR1; >/trapped; while :; do sleep 0.05; do
 
 /// Counts in its memory and writes to its disk.
 const COUNT: &str = "n=0; while :; do n=$((n+1)); echo $n >>/n; sleep 0.05; done";
-
-/// Answers as youki 0.5 does where it has other verbs than runc, and is runc for the rest.
-const YOUKI: &str = r#"#!/bin/sh
-[ "$1" != --version ] || { echo "youki version: 0.5.7"; echo "commit: unknown"; exit 0; }
-for word; do
-    case $word in
-    checkpoint | restore)
-        echo "error: unrecognized subcommand '$word'" >&2
-        exit 2 ;;
-    esac
-done
-exec /usr/sbin/runc "$@"
-"#;
-const YOUKI_PATH: &str = "/usr/local/bin/an-oci-runtime";
 
 fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
     let container = place.start("c", &["--runc-binary", runtime], SCRIPT)?;
@@ -178,18 +151,6 @@ fn no_runtime(place: &Place<'_>) -> Result<String> {
         &run.stderr
     };
     Ok(format!("{:?}, {named}", run.code))
-}
-
-fn life_with_youki(place: &Place<'_>) -> Result<String> {
-    with_youki(place, || life(place, YOUKI_PATH))
-}
-
-fn with_youki(place: &Place<'_>, story: impl FnOnce() -> Result<String>) -> Result<String> {
-    place.node().write(YOUKI_PATH, YOUKI)?;
-    place.node().run(&["chmod", "+x", YOUKI_PATH])?;
-    let reported = story();
-    place.node().run(&["rm", YOUKI_PATH])?;
-    reported
 }
 
 fn update_with_crun(place: &Place<'_>) -> Result<String> {
@@ -342,12 +303,6 @@ fn checkpoint_with_crun(place: &Place<'_>) -> Result<String> {
     };
     place.node().run(&["rm", "-rf", "/tmp/crun-image"])?;
     Ok(format!("{seen}\nwith --exit: {ended}"))
-}
-
-fn checkpoint_with_youki(place: &Place<'_>) -> Result<String> {
-    with_youki(place, || {
-        checkpoint_and_restore(place, &["--runc-binary", YOUKI_PATH])
-    })
 }
 
 fn gpu_with_crun(place: &Place<'_>) -> Result<String> {
