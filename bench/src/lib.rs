@@ -7,7 +7,6 @@
 
 mod gates;
 mod image;
-mod plot;
 mod progress;
 mod shim;
 mod timed;
@@ -28,14 +27,7 @@ use gates::Gates;
 #[derive(clap::Args)]
 pub struct Cmd {
     #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
-enum Command {
-    Plot(plot::Options),
-    #[command(flatten)]
-    Bench(Bench),
+    bench: Bench,
 }
 
 #[derive(Subcommand)]
@@ -79,12 +71,9 @@ struct Output {
     check: bool,
 }
 
-/// Draws, or runs the benchmark, prints its cases and compares them with the gates.
+/// Runs the benchmark, prints its cases and compares them with the gates.
 pub fn run(cmd: Cmd) -> Result<ExitCode> {
-    let bench = match cmd.command {
-        Command::Plot(options) => return plot::run(&options),
-        Command::Bench(bench) => bench,
-    };
+    let bench = cmd.bench;
     ensure!(
         geteuid().is_root(),
         "test nodes need root\nhint: run it by sudo -E"

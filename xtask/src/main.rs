@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 mod bundle;
-mod census;
 mod cluster;
 mod faults;
 mod fuzz;
@@ -33,7 +32,6 @@ enum Cmd {
     Mutants(mutants::Cmd),
     Bench(firn_bench::Cmd),
     Cast(firn_demo::cast::Cmd),
-    Census(census::Cmd),
     Cluster(cluster::Cmd),
     Dist(bundle::dist::Cmd),
     Node(node::Cmd),
@@ -51,7 +49,6 @@ fn main() -> ExitCode {
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
         Cmd::Cast(cmd) => supervised(|| firn_demo::cast::run(&cmd, &workspace()?)),
-        Cmd::Census(cmd) => census::run(&cmd),
         Cmd::Cluster(cmd) => supervised(|| cluster::run(&cmd)),
         Cmd::Dist(cmd) => bundle::dist::run(&cmd).map(|()| ExitCode::SUCCESS),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),
