@@ -9,7 +9,7 @@ use firn_host::{Problem, ProblemReport};
 use firn_image::manifest::{Manifest, StoredMemory};
 use firn_image::memory::MemoryError;
 use firn_image::memory::call::{Stored, complete};
-use firn_image::store::{Digest, EXTENT, Pin, Reader, StoreError};
+use firn_store::{Digest, EXTENT, Pin, Reader, StoreError};
 use serde::Serialize;
 
 use crate::output::note;

@@ -17,8 +17,8 @@ use firn_host::bounded::read_at_most;
 use firn_host::{FileId, Problem};
 use serde::{Deserialize, Serialize};
 
-use crate::block_hash::{self, Kind, Sums, sha256};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
+use firn_store::block_hash::{self, Kind, Sums, sha256};
 
 /// Files from this size on are summed up in blocks.
 const LARGE: u64 = 1 << 20;

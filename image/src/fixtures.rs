@@ -4,8 +4,8 @@ use firn_gpu::{Backend, CudaState, SourceGpu, Topology};
 pub use firn_oci::fixtures::{config, inventory, pods, spec, uuid};
 use firn_oci::mounts::RequiredMount;
 
-use crate::block_hash::sha256;
 use crate::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
+use firn_store::block_hash::sha256;
 
 /// The manifest of a container with these GPUs and one CUDA process.
 pub fn manifest(gpus: &[u8]) -> Manifest {
@@ -47,22 +47,6 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             ..Versions::default()
         },
         images: vec![],
-    }
-}
-
-/// An index of a store with these pieces of memory.
-#[cfg(test)]
-pub(crate) fn index(pieces: Vec<crate::store::Piece>) -> crate::store::Index {
-    crate::store::Index {
-        checkpoint: "5b0f".to_owned(),
-        made: 1_700_000_000,
-        container: "job".to_owned(),
-        host: "node".to_owned(),
-        machine: None,
-        image: "/images/job".into(),
-        owner: None,
-        mount: None,
-        pieces,
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::criu::memory::{PAGE, Pagemap, vmas};
 use crate::signature::{Namespaces, Statement};
-use crate::store::{Digest, EXTENT, Index, write_index};
+use firn_store::{Digest, EXTENT, Index, write_index};
 
 /// An index that is accepted describes memory that can exist, and is the same when it is written again.
 pub fn store_index(bytes: &[u8]) {

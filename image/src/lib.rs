@@ -1,13 +1,11 @@
 //! The checkpoint image: the manifest `firn.json`, checksums of CRIU's files, the directory that holds them,
-//! and the content of CRIU's own files. The store for the memory of checkpoints.
+//! and the content of CRIU's own files.
 //!
 //! Everything here comes from the maker of the image and is hostile until checked.
 #![forbid(unsafe_code)]
 
-mod block_hash;
 mod checksums;
 pub mod criu;
-mod dir;
 #[cfg(any(test, fuzzing, feature = "fixtures"))]
 #[doc(hidden)]
 pub mod fixtures;
@@ -18,5 +16,3 @@ pub mod manifest;
 pub mod memory;
 pub mod referrer;
 pub mod signature;
-pub mod store;
-pub mod threads;

@@ -40,11 +40,11 @@ pub use crate::checksums::{
     ImageError, ImageFile, Memory, Verified, describe as describe_images, describe_by as describe_images_by,
     is_of_image,
 };
-pub use crate::dir::UntrustedDir;
-use crate::store::Digest;
 pub use error::ManifestError;
 pub use firn_gpu::SourceGpu;
 pub use firn_oci::mounts::RequiredMount;
+use firn_store::Digest;
+pub use firn_store::UntrustedDir;
 pub use origin::Origin;
 
 /// Largest manifest that is written or read: room for the files of some ten thousand threads.

@@ -1,7 +1,7 @@
 //! Which indexes image directories name.
 //!
 //! What cannot be read may name any index, so it is an error and never an absence. Directories of which file
-//! systems are not mounted are found by [`expect_mounted`](crate::store::expect_mounted), and by links that
+//! systems are not mounted are found by [`expect_mounted`](firn_store::expect_mounted), and by links that
 //! lead to nothing.
 
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use firn_host::mountinfo::{MountEntry, is_mount_point};
 use firn_host::{Absent, Problem};
 
 use crate::manifest::{Manifest, ManifestError, is_of_image};
-use crate::store::{Digest, Index};
+use firn_store::{Digest, Index};
 
 /// A place for checkpoints of which it cannot be found out what they name.
 #[derive(Debug, thiserror::Error, Problem)]

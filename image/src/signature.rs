@@ -26,8 +26,8 @@ use firn_host::{Absent, Problem, Rfc3339, open_regular};
 use minisign_verify::{Error, PublicKey, Signature};
 use sha2::{Digest, Sha256};
 
-use crate::dir::UntrustedDir;
 use crate::manifest::MAX_BYTES;
+use firn_store::UntrustedDir;
 pub use statement::{Namespaces, Statement};
 
 /// Most bytes of a signature or a key.
@@ -219,7 +219,7 @@ fn expect_not_revoked(manifest: &[u8], dir: &Path, keys: &Path) -> Result<(), Si
     let text = text.map_err(|error| wrong(error.to_string()))?;
     let text = text.ok_or_else(|| wrong("it is too long".to_owned()))?;
     let text = String::from_utf8(text).map_err(|error| wrong(error.to_string()))?;
-    let sha256 = crate::block_hash::hex(&Sha256::digest(manifest));
+    let sha256 = firn_store::block_hash::hex(&Sha256::digest(manifest));
     for line in text.lines() {
         match line.split_whitespace().next() {
             Some(word) if !word.starts_with('#') => {
@@ -246,7 +246,7 @@ pub fn checksum(path: &Path, stop: &AtomicBool) -> io::Result<String> {
             return Err(io::ErrorKind::Interrupted.into());
         }
         match file.read(&mut block)? {
-            0 => return Ok(crate::block_hash::hex(&sum.finalize())),
+            0 => return Ok(firn_store::block_hash::hex(&sum.finalize())),
             count => sum.update(&block[..count]),
         }
     }

@@ -3,11 +3,12 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-const CRATES: [&str; 14] = [
+const CRATES: [&str; 15] = [
     "config",
     "host",
     "gpu",
     "oci",
+    "store",
     "image",
     "remap",
     "preflight",

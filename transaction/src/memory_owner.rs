@@ -7,8 +7,8 @@
 //! | a pod, by `image:` | that of the pod's namespace, with `[restore] images-from-store` |
 
 use firn_config::Config;
-use firn_image::store::{Owner, Reader};
 use firn_oci::Spec;
+use firn_store::{Owner, Reader};
 
 /// Who has chosen a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,20 +13,30 @@ use serde_json::Value;
 
 /// The product's crates, and the crates of the workspace that each may depend on. A crate that does not exist
 /// is no error; one that is missing here is.
-const ALLOWED: [(&str, &[&str]); 16] = [
+const ALLOWED: [(&str, &[&str]); 17] = [
     ("criu-plugin", &[]),
     ("host/derive", &[]),
     ("host", &["host/derive"]),
     ("config", &["host"]),
     ("gpu", &["host"]),
     ("oci", &["host", "config", "gpu"]),
-    ("image", &["host", "config", "gpu", "oci"]),
+    ("store", &["host", "config"]),
+    ("image", &["host", "config", "gpu", "oci", "store"]),
     ("remap", &["host", "config", "gpu", "oci", "image"]),
     ("preflight", &["host", "config", "gpu", "oci", "image", "remap"]),
     ("worker", &["host", "gpu", "preflight"]),
     (
         "transaction",
-        &["host", "config", "gpu", "oci", "image", "remap", "preflight"],
+        &[
+            "host",
+            "config",
+            "gpu",
+            "oci",
+            "store",
+            "image",
+            "remap",
+            "preflight",
+        ],
     ),
     (
         "shim",
@@ -62,6 +72,7 @@ const ALLOWED: [(&str, &[&str]); 16] = [
             "config",
             "gpu",
             "oci",
+            "store",
             "image",
             "remap",
             "preflight",

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use firn_config::{Bulk, Config, names};
 use firn_gpu::Inventory;
-use firn_image::store::{Packing, Store};
+use firn_store::{Packing, Store};
 use nix::sys::statvfs::statvfs;
 
 use super::Check;

@@ -52,7 +52,7 @@ pub fn body(answer: &str) -> Option<&str> {
 pub mod tests {
     use firn_image::fixtures;
     use firn_image::manifest::StoredMemory;
-    use firn_image::store::Digest;
+    use firn_store::Digest;
 
     use super::*;
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use anyhow::Result;
 use firn_config::{Config, Keys};
 use firn_host::ProblemReport;
-use firn_image::store::{Digest, Packing, Store};
+use firn_store::{Digest, Packing, Store};
 use serde::Serialize;
 
 use super::args::ListArgs;

@@ -10,7 +10,7 @@ use firn_gpu::GpuUuid;
 use firn_host::{FileId, ProblemReport};
 use firn_image::manifest::{Manifest, UntrustedDir};
 use firn_image::referrer::named_directories;
-use firn_image::store::Digest;
+use firn_store::Digest;
 use serde::Serialize;
 
 use super::args::Common;

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use firn_host::ProblemReport;
-use firn_image::store::{Digest, Index, Store, StoreError, machine};
+use firn_store::{Digest, Index, Store, StoreError, machine};
 
 use super::find::Checkpoint;
 use crate::output::note;

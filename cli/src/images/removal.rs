@@ -13,7 +13,7 @@ use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Absent, FileId, ProblemReport, UnlessAbsent};
 use firn_image::manifest::{UntrustedDir, is_of_image};
-use firn_image::store::{Packing, Pin, Store};
+use firn_store::{Packing, Pin, Store};
 use firn_transaction::journal::Record;
 
 use super::args::Common;

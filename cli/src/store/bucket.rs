@@ -11,7 +11,7 @@ use std::path::Path as DirPath;
 use std::time::Duration;
 
 use firn_host::Problem;
-use firn_image::store::{
+use firn_store::{
     Description, Digest, EXTENT, EXTENTS, Form, IMAGES, Index, IndexError, Packing, StoreError,
 };
 use futures_util::TryStreamExt;

@@ -1,5 +1,5 @@
 //! `firn store gc`: removes the memory of checkpoints that are gone, by proof
-//! ([`firn_image::store::Removal`]).
+//! ([`firn_store::Removal`]).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,7 +10,7 @@ use firn_config::{Config, Keys, names};
 use firn_host::ProblemReport;
 use firn_host::mountinfo::mounted;
 use firn_image::referrer::{Referrers, may_name};
-use firn_image::store::{Decisions, Digest, Kept, Needs, Rules, Store, StoreError, expect_mounted, machine};
+use firn_store::{Decisions, Digest, Kept, Needs, Rules, Store, StoreError, expect_mounted, machine};
 use serde::Serialize;
 
 use super::args::GcArgs;

@@ -11,7 +11,7 @@ use firn_config::names;
 use firn_host::Problem;
 use firn_image::manifest::{MAX_BYTES, Manifest, ManifestError};
 use firn_image::referrer::ReferrerError;
-use firn_image::store::Digest;
+use firn_store::Digest;
 use serde::Deserialize;
 
 use crate::archive;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use firn_host::ProblemReport;
-use firn_image::store::Digest;
+use firn_store::Digest;
 use serde::Serialize;
 
 use super::args::LsArgs;
@@ -131,7 +131,7 @@ fn print(images: &[Image]) {
 }
 
 fn row(image: &Image) -> [String; 8] {
-    let of = |get: fn(&firn_image::store::Index) -> String| image.index.as_ref().map_or("-".to_owned(), get);
+    let of = |get: fn(&firn_store::Index) -> String| image.index.as_ref().map_or("-".to_owned(), get);
     let pinned = if image.pinned { ", pinned" } else { "" };
     let missing = match image.missing {
         0 => String::new(),

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Packing, Pin, Store, StoreError};
+use firn_store::{Digest, Packing, Pin, Store, StoreError};
 use serde::Serialize;
 
 use crate::output::{self, line, printed};

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use firn_host::Problem;
-use firn_image::store::{Digest, EXTENT, Form, Index, Store, StoreError};
-use firn_image::threads;
+use firn_store::threads;
+use firn_store::{Digest, EXTENT, Form, Index, Store, StoreError};
 
 use super::bucket::BucketError;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_image::store::{Digest, Packing, Store, Writer};
+use firn_store::{Digest, Packing, Store, Writer};
 use serde::Serialize;
 
 use super::args::{Common, PullArgs, PushArgs};

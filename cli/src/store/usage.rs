@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use anyhow::Result;
 use firn_config::{Config, Keys};
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Form, Index};
+use firn_store::{Digest, Form, Index};
 use serde::Serialize;
 
 use super::args::DuArgs;

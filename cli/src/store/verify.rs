@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use anyhow::Result;
 use firn_host::{Problem, ProblemReport};
-use firn_image::store::{Digest, Store};
+use firn_store::{Digest, Store};
 use serde::Serialize;
 
 use super::args::VerifyArgs;

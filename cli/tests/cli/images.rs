@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use firn_image::manifest::{Manifest, StoredMemory};
-use firn_image::store::{Digest, Index, Noted, Packing, Pin, Store, machine};
+use firn_store::{Digest, Index, Noted, Packing, Pin, Store, machine};
 use serde_json::{Value, json};
 
 use crate::node::{Node, all_output, text, value};

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use firn_image::manifest::{Manifest, Origin, StoredMemory};
-use firn_image::store::{Digest, Index, Packing, Piece, Store};
+use firn_store::{Digest, Index, Packing, Piece, Store};
 use serde_json::{Value, json};
 
 use crate::node::{Node, text, uuid, value};

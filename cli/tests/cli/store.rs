@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use firn_image::manifest::{Manifest, StoredMemory};
-use firn_image::store::{Digest, Index, Packing, Piece, Store, machine};
+use firn_store::{Digest, Index, Packing, Piece, Store, machine};
 use serde_json::{Value, json};
 
 use crate::node::{Node, all_output, text, value};

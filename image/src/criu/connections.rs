@@ -18,7 +18,7 @@ use firn_host::{UnlessAbsent, atomic_file};
 use super::files::{INET_SOCKET, MAGIC, NAME};
 use super::wire::{self, Message, WireError};
 use super::{COMMON_MAGIC, INVENTORY_MAGIC, Image, ImageFault, messages, missing};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
 
 /// Fields of `inet_sk_entry`.
 mod field {

@@ -11,8 +11,8 @@ use std::path::Path;
 use super::connections::write;
 use super::wire::{self, Message, WireError};
 use super::{ImageFault, each_message, messages};
-use crate::dir::UntrustedDir;
 use firn_host::bounded::read_at_most;
+use firn_store::UntrustedDir;
 
 const PAGEMAP_MAGIC: u32 = 0x5608_4025;
 const MM_MAGIC: u32 = 0x5749_2820;

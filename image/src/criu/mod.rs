@@ -43,10 +43,10 @@ pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
 pub use self::unix_sockets::close_unix_sockets;
 use self::wire::{Message, WireError};
-use crate::dir::UntrustedDir;
 use firn_host::bounded::read_at_most;
 use firn_host::{Problem, in_root, mountinfo};
 use firn_oci::{Spec, SpecError};
+use firn_store::UntrustedDir;
 
 /// Largest file that is read: files of thousands of tasks and mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::tasks::{CORE_MAGIC, PSTREE_MAGIC};
 use super::{Image, ImageFault, missing, shown};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
 
 const NAME: &str = "pstree.img";
 

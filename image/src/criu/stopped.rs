@@ -7,7 +7,7 @@ use std::path::Path;
 
 use super::Image;
 use super::tasks::{CORE_MAGIC, Core, STOPPED};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
 
 /// Whether the task that has this pid in the container was stopped.
 pub fn was_stopped(image: &Path, pid: i32) -> bool {

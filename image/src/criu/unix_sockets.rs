@@ -15,7 +15,7 @@ use super::connections::write;
 use super::files::{MAGIC, NAME, UNIX_SOCKET};
 use super::wire::{self, Message, WireError};
 use super::{Image, ImageFault, messages, missing};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
 
 /// Fields of `unix_sk_entry`.
 mod field {

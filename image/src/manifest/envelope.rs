@@ -9,7 +9,7 @@ use serde_json::value::RawValue;
 
 use super::limits::{all, distinct};
 use super::{MAX_BYTES, Manifest, ManifestError};
-use crate::block_hash::sha256;
+use firn_store::block_hash::sha256;
 
 const FORMAT: &str = "firn-checkpoint";
 pub(super) const MAJOR: u64 = 1;

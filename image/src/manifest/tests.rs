@@ -1,10 +1,10 @@
 mod compatibility;
 
 use super::*;
-use crate::block_hash::sha256;
 use crate::fixtures::{sealed, spec, with_checksum};
 use firn_host::Problem;
 use firn_oci::Spec;
+use firn_store::block_hash::sha256;
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::progress::{Counter, Shown};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
-use crate::store::{Index, Owner, Packing, Reader, Store, StoreError, Writer, machine, mount_of};
+use firn_store::{Index, Owner, Packing, Reader, Store, StoreError, Writer, machine, mount_of};
 
 /// What is to be done, and where it is shown how far that is.
 #[derive(Debug, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use std::io;
 use firn_host::Problem;
 
 use crate::criu::ImageFault;
-use crate::store::{Digest, Reader, StoreError};
+use firn_store::{Digest, Reader, StoreError};
 
 /// A copy of memory that failed. The processes are as they were, except those that [`super::fill`] was
 /// filling.

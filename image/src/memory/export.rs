@@ -9,7 +9,7 @@ use super::call::{Stored, complete};
 use super::image_copy::{ImageCopy, ImageCopyError, Part, blocks, joined, manifest_of};
 use crate::criu::memory::{PAGE, Pagemap, Run, Vma, vmas};
 use crate::manifest::Manifest;
-use crate::store::{Digest, EXTENT, Index, Piece, Reader, Store};
+use firn_store::{Digest, EXTENT, Index, Piece, Reader, Store};
 
 /// Writes the image `from` into the directory `to`, with the memory that the store at `store` has, of which
 /// `key` is the file of the key. `to` is empty, or made. `begin` gets the bytes that the store has and

@@ -8,8 +8,8 @@ use firn_host::proc_maps;
 
 use super::progress::Counter;
 use super::{MemoryError, remote};
-use crate::store::{EXTENT, Index, Piece, Store};
-use crate::threads;
+use firn_store::threads;
+use firn_store::{EXTENT, Index, Piece, Store};
 
 /// Fills the memory that the index names, in the processes that have these pids on the host (by their pids in
 /// the container). Every extent is compared with its digest before it is written. Returns the bytes that were

@@ -15,10 +15,10 @@ use super::MemoryError;
 use crate::checksums::{self, ImageError, ImageFile};
 use crate::criu::ImageFault;
 use crate::criu::memory::Run;
-use crate::dir::UntrustedDir;
 use crate::manifest::{Manifest, ManifestError};
-use crate::store::{EXTENT, StoreError};
-use crate::threads;
+use firn_store::UntrustedDir;
+use firn_store::threads;
+use firn_store::{EXTENT, StoreError};
 
 /// A copy that failed. Nothing is left of it.
 #[derive(Debug, thiserror::Error, Problem)]

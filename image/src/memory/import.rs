@@ -16,8 +16,8 @@ use super::image_copy::{ImageCopy, ImageCopyError, Part, blocks, joined, manifes
 use crate::checksums::ImageError;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
 use crate::manifest::{Manifest, StoredMemory};
-use crate::store::{EXTENT, Index, Piece, Store, StoreError, Writer, machine, mount_of};
-use crate::threads;
+use firn_store::threads;
+use firn_store::{EXTENT, Index, Piece, Store, StoreError, Writer, machine, mount_of};
 
 /// Writes the inline image `from` into the directory `to`, without the memory that the store gets, which may
 /// hold `cap` bytes. `to` is empty, or made. `begin` gets the bytes of that memory and returns what

@@ -8,11 +8,11 @@ use std::sync::{Condvar, Mutex, PoisonError};
 
 use super::progress::Counter;
 use super::{Kept, MemoryError, remote};
-use crate::block_hash::Sums;
 use crate::checksums::ImageFile;
 use crate::criu::memory::{PAGE, Run};
-use crate::store::is_zero;
-use crate::threads;
+use firn_store::block_hash::Sums;
+use firn_store::is_zero;
+use firn_store::threads;
 
 /// Bytes that a thread reads at once.
 pub(super) const BLOCK: u64 = 4 << 20;

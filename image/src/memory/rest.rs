@@ -14,7 +14,7 @@ use super::shared::shared;
 use super::{Bulk, MemoryError, Process};
 use crate::checksums::ImageFile;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
-use crate::dir::UntrustedDir;
+use firn_store::UntrustedDir;
 
 /// What is in the pages files.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(pages, [[1_u8; 4096], [2; 4096]].concat());
         assert_eq!(runs, [at..at + PAGE, at + 2 * PAGE..at + 3 * PAGE]);
         assert_eq!((kept.bytes, kept.zero), (2 * PAGE, 2 * PAGE));
-        let sum = crate::block_hash::sha256(&pages);
+        let sum = firn_store::block_hash::sha256(&pages);
         assert_eq!(kept.files[0].name, "pages-1.img");
         assert_eq!(
             (kept.files[0].size, &kept.files[0].sha256),

@@ -2,8 +2,8 @@
 
 use super::progress::Counter;
 use super::{Bulk, MemoryError, remote};
-use crate::store::{EXTENT, Piece, Writer};
-use crate::threads;
+use firn_store::threads;
+use firn_store::{EXTENT, Piece, Writer};
 
 /// A part of a range that is one extent.
 struct Part {

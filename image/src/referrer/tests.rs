@@ -162,7 +162,7 @@ fn an_image_directory_may_name_an_index_unless_it_names_another() {
             image: at.clone(),
             owner: None,
             mount: mount.map(PathBuf::from),
-            ..fixtures::index(Vec::new())
+            ..firn_store::fixtures::index(Vec::new())
         };
         may_name(&index, &id, mounts)
     };

@@ -146,7 +146,7 @@ fn a_checkpoint_that_is_not_signed_is_refused() {
 #[test]
 fn what_was_revoked_is_permitted_by_no_signature() {
     let scratch = Scratch::new(FOR_TWO);
-    let sum = crate::block_hash::hex(&Sha256::digest(MANIFEST));
+    let sum = firn_store::block_hash::hex(&Sha256::digest(MANIFEST));
     let other = "0".repeat(64);
     for (list, expected) in [
         (String::new(), ""),

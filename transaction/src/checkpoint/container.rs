@@ -17,10 +17,10 @@ use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
 use firn_image::memory::call::Ready;
-use firn_image::store::Owner;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
 use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
+use firn_store::Owner;
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded};

@@ -176,7 +176,7 @@ fn what_is_in_use_stays() {
 
 #[test]
 fn pins_and_leases_keep_a_checkpoint() {
-    let index = firn_image::store::Digest::of(b"index");
+    let index = firn_store::Digest::of(b"index");
     let mut checkpoint = Checkpoint::unread(Kind::Image, "checkpoint/job", "ml");
     checkpoint.blobs = vec![Part {
         digest: "sha256:1".to_owned(),

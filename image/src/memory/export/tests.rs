@@ -11,7 +11,7 @@ use crate::checksums;
 use crate::criu::memory::testing::{write_mm, write_pagemap};
 use crate::fixtures;
 use crate::manifest::StoredMemory;
-use crate::store::Packing;
+use firn_store::Packing;
 
 const PID: i32 = 7;
 const BEGIN: u64 = 0x7000_0000_0000;

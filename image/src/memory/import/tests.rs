@@ -12,7 +12,7 @@ use crate::criu::memory::testing::{vma, write_vmas};
 use crate::criu::memory::{PAGE, testing};
 use crate::fixtures;
 use crate::memory::export;
-use crate::store::Packing;
+use firn_store::Packing;
 
 const BEGIN: u64 = 0x7000_0000_0000;
 /// Where a mapping of a file begins.

@@ -15,9 +15,9 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_image::store::{Digest, Index, Packing, Piece, Store};
 use firn_lab::{Built, answer, matrix};
 use firn_node::wait_for;
+use firn_store::{Digest, Index, Packing, Piece, Store};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -3,7 +3,7 @@
 use std::fs;
 
 use anyhow::{Result, ensure};
-use firn_image::store::{Digest, Packing, Store};
+use firn_store::{Digest, Packing, Store};
 
 use crate::{EXTENTS, Lab, OBJECTS, SIZE, URL};
 

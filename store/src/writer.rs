@@ -269,7 +269,7 @@ impl Writer {
 }
 
 /// Whether all bytes are zero. Sixteen at once: musl's memcmp takes them one by one.
-pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+pub fn is_zero(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<16>();
     words.iter().all(|word| u128::from_ne_bytes(*word) == 0) && rest.iter().all(|byte| *byte == 0)
 }

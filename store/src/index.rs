@@ -180,7 +180,7 @@ struct Envelope<I> {
 }
 
 /// The bytes of the file.
-pub(crate) fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
+pub fn to_bytes(index: &Index) -> Result<Vec<u8>, IndexError> {
     index.check().map_err(IndexError::Value)?;
     let envelope = Envelope {
         format: FORMAT.to_owned(),

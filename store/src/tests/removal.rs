@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::store::layout::try_lock;
+use crate::layout::try_lock;
 
 const HOUR: u64 = 3600;
 /// When the indexes of these tests were made.

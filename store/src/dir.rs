@@ -53,7 +53,7 @@ impl UntrustedDir {
     }
 
     /// Names of all entries. Those that are no text are skipped, as CRIU's names are ASCII.
-    pub(crate) fn names(&self) -> io::Result<Vec<String>> {
+    pub fn names(&self) -> io::Result<Vec<String>> {
         let entries = std::fs::read_dir(self.path())?;
         let names = entries.map(|entry| Ok(entry?.file_name().into_string().ok()));
         names.filter_map(io::Result::transpose).collect()
@@ -87,7 +87,7 @@ impl UntrustedDir {
     }
 
     /// The directory as a file, for what only a file can do.
-    pub(crate) fn handle(&self) -> io::Result<File> {
+    pub fn handle(&self) -> io::Result<File> {
         Ok(self.0.try_clone()?.into())
     }
 

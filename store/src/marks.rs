@@ -182,7 +182,7 @@ mod tests {
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     use super::*;
-    use crate::store::Packing;
+    use crate::Packing;
 
     #[test]
     fn a_mark_is_roots_alone_and_goes_through_no_link() {

@@ -22,7 +22,7 @@ type BlockSum = [u8; 32];
 
 /// What a checksum is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub enum Kind {
     /// The file's BLAKE3, as `b3sum` prints it.
     Blake3,
     /// The SHA-256 of the SHA-256s of its blocks, in order: firn before 2026-11-24 wrote these.
@@ -100,7 +100,7 @@ fn read(file: &File, mut at: u64, end: u64, mut each: impl FnMut(&[u8])) -> io::
 
 /// The checksum of the first `size` bytes, in hexadecimal. A shorter file is an error, and so is `stop`,
 /// which is checked after each block.
-pub(super) fn checksum(kind: Kind, file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
+pub fn checksum(kind: Kind, file: &File, size: u64, stop: &AtomicBool) -> io::Result<String> {
     let blocks = usize::try_from(size.div_ceil(BLOCK)).map_err(io::Error::other)?;
     let sums = threads::each(
         blocks,
@@ -118,7 +118,7 @@ pub(super) fn checksum(kind: Kind, file: &File, size: u64, stop: &AtomicBool) ->
 
 /// The BLAKE3 of a file that is being written: each block is read again, by the thread that has written the
 /// last of it, while it is in the page cache and in part in the processor's.
-pub(crate) struct Sums<'a> {
+pub struct Sums<'a> {
     file: &'a File,
     /// Of each block: the bytes that are written.
     written: Vec<AtomicU64>,
@@ -127,7 +127,7 @@ pub(crate) struct Sums<'a> {
 
 impl<'a> Sums<'a> {
     /// Of a file that gets at most so many bytes.
-    pub(crate) fn new(file: &'a File, most: u64) -> Self {
+    pub fn new(file: &'a File, most: u64) -> Self {
         let blocks = usize::try_from(most.div_ceil(BLOCK)).unwrap_or_default();
         Self {
             file,
@@ -137,7 +137,7 @@ impl<'a> Sums<'a> {
     }
 
     /// These bytes of the file are written; each byte once.
-    pub(crate) fn wrote(&self, mut from: u64, bytes: u64) -> io::Result<()> {
+    pub fn wrote(&self, mut from: u64, bytes: u64) -> io::Result<()> {
         let end = from + bytes;
         while from < end {
             let block = from / BLOCK;
@@ -155,7 +155,7 @@ impl<'a> Sums<'a> {
     }
 
     /// The checksum, in hexadecimal, once all `size` bytes are written.
-    pub(crate) fn finish(self, size: u64) -> io::Result<String> {
+    pub fn finish(self, size: u64) -> io::Result<String> {
         let mut sums = std::mem::take(&mut *self.whole());
         if size <= BLOCK {
             // The block is the root, which was not known when it was written.
@@ -179,11 +179,11 @@ impl<'a> Sums<'a> {
 }
 
 /// The SHA-256 of some bytes, in hexadecimal.
-pub(crate) fn sha256(bytes: &[u8]) -> String {
+pub fn sha256(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -165,7 +165,7 @@ fn write(records: &Path, name: &str, record: &Record) -> std::io::Result<()> {
 }
 
 /// Where the file system of a directory is mounted. None: that cannot be found out, or is no text.
-pub(crate) fn mount_of(dir: &Path) -> Option<PathBuf> {
+pub fn mount_of(dir: &Path) -> Option<PathBuf> {
     let mount = mount_point(dir, &mounted().ok()?).ok()?;
     mount.to_str().is_some().then_some(mount)
 }

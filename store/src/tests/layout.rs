@@ -4,7 +4,7 @@ use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 
 use super::*;
-use crate::store::layout::{VERSION, lock};
+use crate::layout::{VERSION, lock};
 
 #[test]
 fn an_empty_directory_becomes_a_store_that_only_its_owner_can_enter() {
@@ -212,7 +212,7 @@ fn who_holds_the_lock_keeps_gc_out_and_writers_share_it() {
     let scratch = Scratch::new();
     let alone = || {
         let how = FlockArg::LockExclusiveNonblock;
-        crate::store::layout::try_lock(scratch.store.dir(), &scratch.root(), how).unwrap()
+        crate::layout::try_lock(scratch.store.dir(), &scratch.root(), how).unwrap()
     };
     let first = scratch.store.writer(None).unwrap();
     let second = scratch.store.writer(None).unwrap();

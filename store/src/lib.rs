@@ -20,11 +20,17 @@
 //! - Extents and indexes are removed by `gc` alone, while it holds the lock.
 //! - A store that encrypts has extents under other names ([`Form::name`]). An index, and whoever asks for an
 //!   extent, names it by its digest.
+#![forbid(unsafe_code)]
 
+pub mod block_hash;
 mod contents;
 mod description;
 mod digest;
+mod dir;
 mod error;
+#[cfg(any(test, fuzzing, feature = "fixtures"))]
+#[doc(hidden)]
+pub mod fixtures;
 mod form;
 mod index;
 mod layout;
@@ -33,6 +39,7 @@ mod marks;
 mod owner;
 mod record;
 mod removal;
+pub mod threads;
 mod writer;
 
 use std::fs::File;
@@ -43,24 +50,25 @@ use std::sync::Arc;
 use firn_host::UnlessAbsent;
 use firn_host::bounded::read_at_most;
 
-use crate::dir::UntrustedDir;
 pub use description::Description;
 pub use digest::{Digest, NotADigest};
+pub use dir::UntrustedDir;
 pub use error::StoreError;
 use error::{io, is_not_there, is_wrong_kind};
 pub use form::{Form, Key, Packing};
-#[cfg(any(test, fuzzing))]
-pub(crate) use index::to_bytes as write_index;
+#[cfg(any(test, fuzzing, feature = "fixtures"))]
+#[doc(hidden)]
+pub use index::to_bytes as write_index;
 pub use index::{Index, IndexError, Piece};
 pub use layout::{EXTENTS, IMAGES};
 pub use machine::machine;
 pub use marks::{Noted, Pin};
 pub use owner::{Owner, Reader};
 pub use record::expect_mounted;
-pub(crate) use record::mount_of;
+pub use record::mount_of;
 pub use removal::{Decisions, Kept, Needs, Removal, Rules};
 pub use writer::Writer;
-pub(crate) use writer::is_zero;
+pub use writer::is_zero;
 
 /// Bytes of an extent; the last one of a range may be shorter. Part of the format.
 pub const EXTENT: usize = 4 << 20;

@@ -12,7 +12,7 @@ pub fn copying() -> usize {
 }
 
 /// As [`each_on`], on [`copying`] threads.
-pub(crate) fn each<T: Send, K, E: Send>(
+pub fn each<T: Send, K, E: Send>(
     pieces: usize,
     begin: impl Fn() -> K + Sync,
     work: impl Fn(usize, &mut K) -> Result<T, E> + Sync,
