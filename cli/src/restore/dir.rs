@@ -14,7 +14,7 @@ use prost::Message;
 
 use super::Restored;
 use super::error::RestoreError;
-use super::gpus::{self, Here};
+use super::gpus::{self, Mode};
 use super::made::Made;
 use super::named;
 use crate::args::restore::RestoreArgs;
@@ -47,7 +47,8 @@ struct RestoreOptions {
 /// Restores into a container that containerd knows, or shows whether that would be accepted. Returns the
 /// directory of CRIU's files, too.
 pub async fn restore(
-    (args, here): (&RestoreArgs, Option<&Here>),
+    args: &RestoreArgs,
+    mode: &Mode,
     dir: &Path,
     word: &str,
 ) -> Result<(Restored, Option<PathBuf>), RestoreError> {
@@ -56,9 +57,9 @@ pub async fn restore(
     let (container, _alone) = named::known(&containerd, &args.containerd.namespace, word).await?;
     let id = &*container.id;
     let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
-    gpus::choose(args, here, &mut spec, manifest.as_ref())?;
+    gpus::choose(args, mode, &mut spec, manifest.as_ref())?;
     let mut restored = Restored::new(id, 0);
-    if let (true, Some(here)) = (args.dry_run, here) {
+    if let Mode::DryRun(here) = mode {
         restored.map = gpus::plan(here, &spec, manifest.as_ref(), &dir)?;
         return Ok((restored, Some(dir)));
     }
@@ -68,14 +69,14 @@ pub async fn restore(
     }
     let chosen = container.with_spec(spec);
     let (mut interrupts, mut made) = (Interrupts::new()?, Made::default());
-    let start = start_once(&containerd, &mut made, (&container, &chosen), &dir, args);
+    let start = start_once(&containerd, &mut made, &container, &chosen, &dir, args);
     let started = match interrupts.unless(start).await {
         Some(started) => started,
         None => Err(RestoreError::Interrupted { id: id.to_owned() }),
     };
     match started {
         Ok(pid) => restored.pid = Some(pid),
-        Err(error) => return Err(made.discarded(&containerd, error).await),
+        Err(error) => return Err(made.roll_back(&containerd, error).await),
     }
     Ok((restored, Some(dir)))
 }
@@ -98,7 +99,8 @@ fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
 pub(super) async fn start_once(
     containerd: &Containerd,
     made: &mut Made,
-    (container, chosen): (&Container, &Container),
+    container: &Container,
+    chosen: &Container,
     dir: &Path,
     args: &RestoreArgs,
 ) -> Result<u32, RestoreError> {

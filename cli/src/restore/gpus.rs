@@ -15,21 +15,43 @@ use crate::{plan, program, stored};
 /// Pairs of GPUs, old and new.
 pub type Pairs = Vec<(String, String)>;
 
+/// What is to be done.
+pub enum Mode {
+    /// Show whether the restore would be accepted.
+    DryRun(NodeGpus),
+    /// Restore. None: nothing is to be decided about GPUs.
+    Restore(Option<NodeGpus>),
+}
+
+impl Mode {
+    /// What the command line wants. Runs firn-gpu: not to be called by a future.
+    pub fn read(args: &RestoreArgs) -> Result<Self, RestoreError> {
+        if args.dry_run {
+            return Ok(Self::DryRun(NodeGpus::read()?));
+        }
+        let gpus = args.gpus.is_some().then(NodeGpus::read).transpose()?;
+        Ok(Self::Restore(gpus))
+    }
+
+    fn gpus(&self) -> Option<&NodeGpus> {
+        match self {
+            Self::DryRun(gpus) => Some(gpus),
+            Self::Restore(gpus) => gpus.as_ref(),
+        }
+    }
+}
+
 /// What has to be known of this node to decide.
-pub struct Here {
+pub struct NodeGpus {
     config: Config,
     inventory: Result<Inventory, String>,
 }
 
-impl Here {
-    /// None if nothing is to be decided. Runs firn-gpu: not to be called by a future.
-    pub fn look(args: &RestoreArgs) -> Result<Option<Self>, RestoreError> {
-        if args.gpus.is_none() && !args.dry_run {
-            return Ok(None);
-        }
+impl NodeGpus {
+    fn read() -> Result<Self, RestoreError> {
         let config = Config::load(Keys::RESTORE)?;
         let inventory = program::inventory(&config).map_err(|error| format!("{error:#}"));
-        Ok(Some(Self { config, inventory }))
+        Ok(Self { config, inventory })
     }
 
     fn inventory(&self) -> Result<&Inventory, RestoreError> {
@@ -41,11 +63,11 @@ impl Here {
 /// Writes the choice into the spec's annotations, where the shim reads it.
 pub fn choose(
     args: &RestoreArgs,
-    here: Option<&Here>,
+    mode: &Mode,
     spec: &mut Spec,
     manifest: Option<&Manifest>,
 ) -> Result<(), RestoreError> {
-    let map = match (&args.gpus, here, &args.gpu_map) {
+    let map = match (&args.gpus, mode.gpus(), &args.gpu_map) {
         (Some(gpus), Some(here), _) => among(gpus, here, spec, gpu_state(manifest)?)?,
         (_, _, Some(map)) => {
             gpu_state(manifest)?;
@@ -68,7 +90,7 @@ fn gpu_state(manifest: Option<&Manifest>) -> Result<&Manifest, RestoreError> {
 }
 
 /// The map onto these GPUs, by the policy of the spec or of the node.
-fn among(gpus: &str, here: &Here, spec: &mut Spec, manifest: &Manifest) -> Result<String, RestoreError> {
+fn among(gpus: &str, here: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> Result<String, RestoreError> {
     let annotations = spec
         .object_mut("annotations")
         .map_err(|error| RestoreError::Plan(error.into()))?;
@@ -91,7 +113,7 @@ fn among(gpus: &str, here: &Here, spec: &mut Spec, manifest: &Manifest) -> Resul
 
 /// What the shim would decide for this spec, if the memory of the checkpoint is here.
 pub fn plan(
-    here: &Here,
+    here: &NodeGpus,
     spec: &Spec,
     manifest: Option<&Manifest>,
     bundle: &Path,

@@ -5,9 +5,9 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Restored;
-use super::copy;
+use super::contents;
 use super::error::RestoreError;
-use super::gpus::{self, Here};
+use super::gpus::{self, Mode};
 use super::made::Made;
 use super::unpack::unpack;
 use super::{dir, named};
@@ -18,9 +18,11 @@ use crate::steps::Steps;
 use crate::work_dir::WorkDir;
 
 /// Restores into the container that is called so, or shows whether that would be accepted.
-pub(super) async fn restored(
-    (args, here): (&RestoreArgs, Option<&Here>),
-    (index, word): (&Index, &str),
+pub(super) async fn restore(
+    args: &RestoreArgs,
+    mode: &Mode,
+    index: &Index,
+    word: &str,
     containerd: &Containerd,
     made: &mut Made,
     steps: &mut Steps,
@@ -28,7 +30,7 @@ pub(super) async fn restored(
     let namespace = &args.containerd.namespace;
     let (container, _alone) = named::known(containerd, namespace, word).await?;
     // The container has its image already: the archive decides about processes and files alone.
-    let base = copy::base(containerd, index, None).await?;
+    let base = contents::base(containerd, index, None).await?;
     let own = Snapshot {
         snapshotter: &container.snapshotter,
         key: &container.snapshot_key,
@@ -42,11 +44,11 @@ pub(super) async fn restored(
         return Err(RestoreError::OtherBase { id, base });
     }
     let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
-    let manifest = copy::manifest(containerd, &checkpoint).await?;
+    let manifest = contents::manifest(containerd, &checkpoint).await?;
     let mut spec = container.spec();
-    gpus::choose(args, here, &mut spec, manifest.as_ref())?;
+    gpus::choose(args, mode, &mut spec, manifest.as_ref())?;
     let mut restored = Restored::new(&container.id, index.bytes());
-    if let (true, Some(here)) = (args.dry_run, here) {
+    if let Mode::DryRun(here) = mode {
         restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
         return Ok(restored);
     }
@@ -56,14 +58,14 @@ pub(super) async fn restored(
     steps.begin("files");
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let key = format!("{}-firn-{}", container.id, now.as_nanos());
-    copy::files(containerd, index, &base, Snapshot { key: &key, ..own }, made).await?;
+    contents::files(containerd, index, &base, Snapshot { key: &key, ..own }, made).await?;
     steps.begin("restore");
     let chosen = Container {
         snapshot_key: key.clone(),
         ..container.with_spec(spec)
     };
-    let start = dir::start_once(containerd, made, (&container, &chosen), work.path(), args);
-    let started = steps.follow(containerd, (namespace, &container.id), start).await;
+    let start = dir::start_once(containerd, made, &container, &chosen, work.path(), args);
+    let started = steps.follow(containerd, namespace, &container.id, start).await;
     restored.pid = Some(started?);
     steps.end();
     made.replaced = Some((container.snapshotter, container.snapshot_key));

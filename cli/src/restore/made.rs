@@ -30,7 +30,7 @@ pub(super) struct Made {
 
 impl Made {
     /// Removes what the restore has replaced. Not to be interrupted: the container runs.
-    pub async fn done(self, containerd: &Containerd) {
+    pub async fn remove_replaced(self, containerd: &Containerd) {
         if let Some((snapshotter, key)) = &self.replaced {
             let snapshot = Snapshot { snapshotter, key };
             report(
@@ -41,7 +41,7 @@ impl Made {
     }
 
     /// Removes all of it after this error. Returns the error of the restore.
-    pub async fn discarded(self, containerd: &Containerd, error: RestoreError) -> RestoreError {
+    pub async fn roll_back(self, containerd: &Containerd, error: RestoreError) -> RestoreError {
         match self.discard(containerd).await {
             Some(id) => RestoreError::Left {
                 id,

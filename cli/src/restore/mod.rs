@@ -1,6 +1,7 @@
 //! `firn restore`: a container from an image, a tar file or an image directory.
 
 pub mod check;
+mod contents;
 mod copy;
 pub mod dir;
 mod error;
@@ -24,6 +25,7 @@ use crate::place::Place;
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::RestoreError;
+use gpus::Mode;
 
 /// The argument that names standard input.
 pub const STDIN: &str = "-";
@@ -122,8 +124,8 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
 
 /// Into a new container, or the files and processes into one that containerd knows.
 fn into_new(args: &RestoreArgs, place: &Place, steps: &mut Steps) -> Result<Result<Restored, RestoreError>> {
-    Ok(match gpus::Here::look(args) {
-        Ok(here) => block_on(copy::restore((args, here.as_ref()), place, steps))?,
+    Ok(match Mode::read(args) {
+        Ok(mode) => block_on(copy::restore(args, &mode, place, steps))?,
         Err(error) => Err(error),
     })
 }
@@ -139,8 +141,8 @@ fn into_known(
         let dir = dir.display().to_string();
         return Ok(Err(RestoreError::NoName { dir }));
     };
-    Ok(match gpus::Here::look(args) {
-        Ok(here) => block_on(dir::restore((args, here.as_ref()), dir, id))?,
+    Ok(match Mode::read(args) {
+        Ok(mode) => block_on(dir::restore(args, &mode, dir, id))?,
         Err(error) => Err(error),
     })
 }

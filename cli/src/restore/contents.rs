@@ -1,0 +1,165 @@
+//! What a checkpoint image holds, as containerd gets it: the index of its parts, the spec, the image of the
+//! root file system, firn's manifest, the files.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use firn_config::names;
+use firn_image::manifest::Manifest;
+use firn_oci::Spec;
+use prost::Message;
+
+use super::STDIN;
+use super::error::RestoreError;
+use super::made::Made;
+use crate::containerd::{Any, Containerd, Image, Runtime, Snapshot};
+use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
+use crate::place::Place;
+use crate::steps::Steps;
+
+/// Largest manifest and spec that are read.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The index of the checkpoint, whose parts are in the content store.
+pub(super) async fn index(
+    place: &Place,
+    containerd: &Containerd,
+    steps: &mut Steps,
+) -> Result<Index, RestoreError> {
+    let (what, from): (String, Box<dyn io::Read>) = match place {
+        Place::Ref(name) if name == STDIN => ("standard input".to_owned(), Box::new(io::stdin().lock())),
+        Place::Ref(name) => {
+            let image = containerd.image(name).await?;
+            let target = image.and_then(|image| image.target);
+            let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
+            return Ok(Index::read(containerd, name, &target.digest).await?);
+        }
+        Place::File(path) | Place::Dir(path) => {
+            let file = File::open(path);
+            let file = file.map_err(ImageError::file(format!("open {}", path.display())))?;
+            (path.display().to_string(), Box::new(file))
+        }
+    };
+    steps.begin("read");
+    let (_, index) = oci_image::read(containerd, &what, from, steps).await?;
+    Ok(index)
+}
+
+/// The spec of the source, with the type that containerd gives it.
+pub(super) async fn spec(containerd: &Containerd, index: &Index) -> Result<(String, Spec), RestoreError> {
+    let part = index.part(media::SPEC).cloned().unwrap_or_default();
+    let bytes = containerd.content(&part.digest, 0, MAX_BYTES).await?;
+    let damaged = |why: String| ImageError::NoCheckpoint {
+        what: part.digest.clone(),
+        why,
+    };
+    let any = Any::decode(&*bytes).map_err(|error| damaged(error.to_string()))?;
+    let value: serde_json::Value =
+        serde_json::from_slice(&any.value).map_err(|error| damaged(error.to_string()))?;
+    Ok((any.type_url, Spec::from(value)))
+}
+
+/// The image of the root file system: containerd's, or one that comes with the checkpoint.
+pub(super) async fn base(
+    containerd: &Containerd,
+    index: &Index,
+    made: Option<&mut Made>,
+) -> Result<BaseImage, RestoreError> {
+    let name = index.base();
+    let image = containerd.image(name).await?.and_then(|image| image.target);
+    let brought = index
+        .manifests
+        .iter()
+        .find(|part| media::IMAGES.contains(&&*part.media_type));
+    let (part, is_new) = match (image, brought) {
+        (Some(target), _) => (Part::here(target), false),
+        (None, Some(part)) => (part.clone(), true),
+        (None, None) => {
+            return Err(ImageError::NoImage {
+                name: name.to_owned(),
+            }
+            .into());
+        }
+    };
+    let base = BaseImage::read(containerd, name, part).await?;
+    if let (true, Some(made)) = (is_new, made) {
+        for (digest, keeps) in base.keeps() {
+            containerd.label_blob(digest, oci_image::labels(keeps)).await?;
+        }
+        let target = base.parts.first().map(Part::descriptor);
+        let (name, labels) = (name.to_owned(), std::collections::HashMap::new());
+        containerd
+            .create_image(Image {
+                name: name.clone(),
+                labels,
+                target,
+                created_at: None,
+            })
+            .await?;
+        made.image = Some(name);
+    }
+    Ok(base)
+}
+
+/// firn's manifest in the archive of the processes; none if firn has not made it.
+pub(super) async fn manifest(containerd: &Containerd, part: &Part) -> Result<Option<Manifest>, RestoreError> {
+    let bytes = oci_image::manifest(containerd, part).await?;
+    let manifest = bytes.map(|bytes| Manifest::decode(&bytes, Path::new(names::MANIFEST)));
+    Ok(manifest.transpose()?)
+}
+
+/// The root file system, with the files that the source had written.
+pub(super) async fn files(
+    containerd: &Containerd,
+    index: &Index,
+    base: &BaseImage,
+    own: Snapshot<'_>,
+    made: &mut Made,
+) -> Result<(), RestoreError> {
+    let mut below = String::new();
+    for layer in &base.layers {
+        let chain = &layer.chain;
+        let snapshot = Snapshot { key: chain, ..own };
+        if containerd.parent_of(snapshot).await?.is_none() {
+            let key = format!("firn-{}-{chain}", std::process::id());
+            let extract = Snapshot { key: &key, ..own };
+            let mounts = containerd.prepare(extract, &below).await?;
+            let found = containerd.apply(layer.part.descriptor(), mounts).await?;
+            // Other containers get a snapshot by its name.
+            if found != layer.diff_id {
+                containerd.remove_snapshot(extract).await?;
+                let why = format!("layer {} has {found}, not {}", layer.part.digest, layer.diff_id);
+                let what = index.base().to_owned();
+                return Err(ImageError::NoCheckpoint { what, why }.into());
+            }
+            containerd.commit(extract, chain).await?;
+        }
+        below.clone_from(chain);
+    }
+    let mounts = containerd.prepare(own, &base.chain).await?;
+    made.snapshot = Some((own.snapshotter.to_owned(), own.key.to_owned()));
+    if let Some(layer) = index.part(media::LAYER) {
+        containerd.apply(layer.descriptor(), mounts).await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn runtime(containerd: &Containerd, index: &Index) -> Result<Runtime, RestoreError> {
+    let options = match index.part(media::RUNTIME_OPTIONS) {
+        None => None,
+        Some(part) => {
+            let bytes = containerd.content(&part.digest, 0, MAX_BYTES).await?;
+            let why = |error: prost::DecodeError| error.to_string();
+            let damaged = |error| ImageError::NoCheckpoint {
+                what: part.digest.clone(),
+                why: why(error),
+            };
+            Some(Any::decode(&*bytes).map_err(damaged)?)
+        }
+    };
+    Ok(Runtime {
+        name: index.runtime().to_owned(),
+        options,
+    })
+}
