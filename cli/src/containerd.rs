@@ -350,7 +350,7 @@ impl Containerd {
     }
 
     /// The containers with this label.
-    pub async fn with_label(&self, (name, value): (&str, &str)) -> Result<Vec<Container>, CallError> {
+    pub async fn with_label(&self, name: &str, value: &str) -> Result<Vec<Container>, CallError> {
         let filters = vec![format!("labels.{name:?}=={value:?}")];
         let call = "/containerd.services.containers.v1.Containers/List";
         let listed: ListedContainers = self.call(call, ListContainers { filters }).await?;

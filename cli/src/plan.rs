@@ -141,7 +141,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
     };
     let is_there = there.is_some();
     if let Some(manifest) = manifest.as_ref().filter(|manifest| manifest.is_device_free()) {
-        return Ok(without_devices((&spec, &bundle), manifest, there, config));
+        return Ok(without_devices(&spec, &bundle, manifest, there, config));
     }
     let Some(manifest) = manifest.filter(Manifest::has_gpu_state) else {
         return Ok(Ok(Accepted::default()));
@@ -170,7 +170,8 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
 
 /// The grant of a container whose checkpoint holds nothing of any device.
 fn without_devices(
-    (spec, bundle): (&Spec, &Path),
+    spec: &Spec,
+    bundle: &Path,
     manifest: &Manifest,
     there: Option<Inventory>,
     config: &Config,

@@ -90,7 +90,8 @@ impl Steps {
     pub async fn follow<T>(
         &mut self,
         containerd: &Containerd,
-        (namespace, id): (&str, &str),
+        namespace: &str,
+        id: &str,
         work: impl Future<Output = T>,
     ) -> T {
         let mut work = pin!(work);

@@ -11,4 +11,6 @@ mod types;
 pub use backend::Backend;
 pub use source::SourceGpu;
 pub use topology::{Link, PciePath, Topology};
-pub use types::{BadUuid, CudaProcess, CudaState, DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, NodeType};
+pub use types::{
+    BadUuid, CudaProcess, CudaState, DeviceId, DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, NodeType,
+};

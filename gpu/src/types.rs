@@ -105,10 +105,38 @@ pub struct DeviceNode {
     pub minor: u64,
 }
 
+/// Which device a node opens. Written as `["c", 195, 0]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "(NodeType, u64, u64)", into = "(NodeType, u64, u64)")]
+pub struct DeviceId {
+    /// Character or block device.
+    pub kind: NodeType,
+    /// Major number.
+    pub major: u64,
+    /// Minor number.
+    pub minor: u64,
+}
+
+impl From<(NodeType, u64, u64)> for DeviceId {
+    fn from((kind, major, minor): (NodeType, u64, u64)) -> Self {
+        Self { kind, major, minor }
+    }
+}
+
+impl From<DeviceId> for (NodeType, u64, u64) {
+    fn from(id: DeviceId) -> Self {
+        (id.kind, id.major, id.minor)
+    }
+}
+
 impl DeviceNode {
     /// Which device it opens.
-    pub fn id(&self) -> (NodeType, u64, u64) {
-        (self.kind, self.major, self.minor)
+    pub fn id(&self) -> DeviceId {
+        DeviceId {
+            kind: self.kind,
+            major: self.major,
+            minor: self.minor,
+        }
     }
 }
 

@@ -145,12 +145,12 @@ pub fn other_gpus_of_host() -> Vec<DeviceNode> {
 
 /// The device node at this path of the host; none when there is none, or something else.
 fn of_host(path: &Path) -> Option<DeviceNode> {
-    let (kind, major, minor) = device_id(&lstat(path).ok()?)?;
+    let id = device_id(&lstat(path).ok()?)?;
     Some(DeviceNode {
         path: path.to_owned(),
-        kind,
-        major,
-        minor,
+        kind: id.kind,
+        major: id.major,
+        minor: id.minor,
     })
 }
 

@@ -8,28 +8,42 @@ const KCMP_FILE: libc::c_int = 0;
 const KCMP_VM: libc::c_int = 1;
 const KCMP_FILES: libc::c_int = 2;
 
-/// Whether descriptor `a.1` of process `a.0` and `b.1` of `b.0` are the same open file. `false` if a process
-/// or a descriptor does not exist, or may not be compared.
-pub(crate) fn is_same_file(a: (i32, i32), b: (i32, i32)) -> bool {
-    is_same(KCMP_FILE, (a.0, b.0), (a.1, b.1))
+/// A descriptor of a process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Descriptor {
+    pub pid: i32,
+    pub number: i32,
+}
+
+impl Descriptor {
+    /// The process alone.
+    fn none_of(pid: i32) -> Self {
+        Self { pid, number: 0 }
+    }
+}
+
+/// Whether two descriptors are the same open file. `false` if a process or a descriptor does not exist, or
+/// may not be compared.
+pub(crate) fn is_same_file(a: Descriptor, b: Descriptor) -> bool {
+    is_same(KCMP_FILE, a, b)
 }
 
 /// Whether two processes have the same memory, not copies of it. `false` if one does not exist, or may not be
 /// compared.
 pub(crate) fn is_same_memory(a: i32, b: i32) -> bool {
-    is_same(KCMP_VM, (a, b), (0, 0))
+    is_same(KCMP_VM, Descriptor::none_of(a), Descriptor::none_of(b))
 }
 
 /// Whether two threads have one table of descriptors together. `false` if one does not exist, or may not be
 /// compared.
 pub(crate) fn is_same_table(a: i32, b: i32) -> bool {
-    is_same(KCMP_FILES, (a, b), (0, 0))
+    is_same(KCMP_FILES, Descriptor::none_of(a), Descriptor::none_of(b))
 }
 
-fn is_same(kind: libc::c_int, pids: (i32, i32), numbers: (i32, i32)) -> bool {
-    let (a, b) = (libc::c_long::from(numbers.0), libc::c_long::from(numbers.1));
+fn is_same(kind: libc::c_int, a: Descriptor, b: Descriptor) -> bool {
+    let numbers = [a, b].map(|descriptor| libc::c_long::from(descriptor.number));
     // SAFETY: kcmp takes numbers and writes no memory.
-    let order = unsafe { libc::syscall(libc::SYS_kcmp, pids.0, pids.1, kind, a, b) };
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, a.pid, b.pid, kind, numbers[0], numbers[1]) };
     order == 0
 }
 
@@ -46,11 +60,12 @@ mod tests {
         let open = || File::open("/dev/null").unwrap();
         let (one, other) = (open(), open());
         let same = one.try_clone().unwrap();
-        let is_same = |a: &File, b: &File| is_same_file((me, a.as_raw_fd()), (me, b.as_raw_fd()));
+        let of = |pid: i32, number: i32| Descriptor { pid, number };
+        let is_same = |a: &File, b: &File| is_same_file(of(me, a.as_raw_fd()), of(me, b.as_raw_fd()));
         assert!(is_same(&one, &same));
         assert!(!is_same(&one, &other));
-        assert!(!is_same_file((me, one.as_raw_fd()), (me, 1 << 20)));
-        assert!(!is_same_file((me, one.as_raw_fd()), (i32::MAX, 0)));
+        assert!(!is_same_file(of(me, one.as_raw_fd()), of(me, 1 << 20)));
+        assert!(!is_same_file(of(me, one.as_raw_fd()), of(i32::MAX, 0)));
     }
 
     #[test]

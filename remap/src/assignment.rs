@@ -53,8 +53,14 @@ impl GpuAssignment {
             MapPolicy::Subset | MapPolicy::Explicit(_) => {}
         }
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
-        let source = (&*manifest.gpus, &manifest.topology, driver);
-        Self::planned(source, inventory, grant, &policy)
+        Self::planned(
+            &manifest.gpus,
+            &manifest.topology,
+            driver,
+            inventory,
+            grant,
+            &policy,
+        )
     }
 
     /// Decides which GPUs a container of this node gets in the place of its own: `wanted`, a list of UUIDs or
@@ -86,13 +92,15 @@ impl GpuAssignment {
         let uuids: Vec<GpuUuid> = own.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let source: Vec<SourceGpu> = own.gpus.iter().map(SourceGpu::from).collect();
         let topology = inventory.topology.of(&uuids);
-        let source = (&*source, &topology, &*inventory.driver_version);
-        Self::planned(source, inventory, grant, &policy)
+        let driver = &inventory.driver_version;
+        Self::planned(&source, &topology, driver, inventory, grant, &policy)
     }
 
     /// `source`: GPUs, how they reach each other, and the version of the driver that knew them.
     fn planned(
-        (source, source_topology, source_driver): (&[SourceGpu], &Topology, &str),
+        source: &[SourceGpu],
+        source_topology: &Topology,
+        source_driver: &str,
         inventory: &Inventory,
         grant: Grant,
         policy: &MapPolicy,

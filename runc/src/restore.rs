@@ -52,7 +52,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     let begun = Open::begin(line, id, &bundle).map_err(Trouble::Notes)?;
     let open = begun.ok_or_else(|| Trouble::Busy { id: id.to_owned() })?;
     let recording = recording::begin(Operation::Restore, id, NAMESPACE);
-    let done = transact(line, id, (&bundle, &image), reaper).await;
+    let done = transact(line, id, &bundle, &image, reaper).await;
     let outcome = if done.is_ok() { "done" } else { "failed" };
     let code = done.as_ref().err().and_then(code_of);
     recording
@@ -65,7 +65,8 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
 async fn transact(
     line: &CommandLine,
     id: &str,
-    (bundle, image): (&Path, &Path),
+    bundle: &Path,
+    image: &Path,
     reaper: &Reaper,
 ) -> Result<(), Failure> {
     recovery::recover(bundle).await;

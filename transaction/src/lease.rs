@@ -14,7 +14,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_gpu::{DeviceNode, NodeType};
+use firn_gpu::{DeviceId, DeviceNode, NodeType};
 use firn_host::{Problem, UnlessAbsent, atomic_file};
 use firn_oci::{GpuPath, Spec, SpecError, classify};
 use nix::fcntl::{Flock, FlockArg};
@@ -28,9 +28,6 @@ const LOCK: &str = ".lock";
 /// Size limit of a file that is read.
 const LIMIT: u64 = 64 << 10;
 
-/// A GPU by the type and numbers of its node.
-pub type GpuId = (NodeType, u64, u64);
-
 /// The GPUs of one container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
@@ -40,7 +37,7 @@ pub struct Lease {
     /// Init, and when it was started, in clock ticks since the boot.
     pid: i32,
     started: u64,
-    gpus: Vec<GpuId>,
+    gpus: Vec<DeviceId>,
     /// Its GPUs are free.
     parked: bool,
     /// Containers that had one of them, too, when they were given free: by init and its start.
@@ -123,7 +120,7 @@ impl Lease {
     }
 
     /// GPUs that containers have whose init is another process.
-    pub fn taken_by_others(init: i32) -> io::Result<Vec<GpuId>> {
+    pub fn taken_by_others(init: i32) -> io::Result<Vec<DeviceId>> {
         let dir = Path::new(names::LEASES);
         let leases = living(dir)?.into_iter();
         let held = leases.filter(|lease| lease.pid != init && !lease.parked);
@@ -284,19 +281,19 @@ fn lock(dir: &Path) -> io::Result<Flock<File>> {
     Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, errno)| errno.into())
 }
 
-fn gpus_of(spec: &Spec) -> Result<Vec<GpuId>, SpecError> {
+fn gpus_of(spec: &Spec) -> Result<Vec<DeviceId>, SpecError> {
     let nodes = spec.devices()?.into_iter().map(|device| device.node);
     let is_gpu = |node: &DeviceNode| classify(&node.path) == Some(GpuPath::Gpu);
     Ok(nodes.filter(is_gpu).map(|node| node.id()).collect())
 }
 
 /// For messages.
-fn named((kind, major, minor): &GpuId) -> String {
-    let kind = match kind {
+fn named(gpu: &DeviceId) -> String {
+    let kind = match gpu.kind {
         NodeType::Char => "c",
         NodeType::Block => "b",
     };
-    format!("the GPU with node {kind} {major}:{minor}")
+    format!("the GPU with node {kind} {}:{}", gpu.major, gpu.minor)
 }
 
 #[cfg(test)]
@@ -310,7 +307,10 @@ mod tests {
             container: format!("c{init}"),
             pid: init,
             started: procfs::started(init).unwrap(),
-            gpus: minors.iter().map(|minor| (NodeType::Char, 195, *minor)).collect(),
+            gpus: minors
+                .iter()
+                .map(|minor| (NodeType::Char, 195, *minor).into())
+                .collect(),
             parked: false,
             sharers: Vec::new(),
         }

@@ -333,7 +333,9 @@ impl Signals {
     /// granted. Returns the plan.
     pub fn of_plan(
         &mut self,
-        (source, topology, driver): (&[SourceGpu], &Topology, &str),
+        source: &[SourceGpu],
+        topology: &Topology,
+        driver: &str,
         target: &Inventory,
     ) -> Option<Planned> {
         let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();

@@ -126,7 +126,7 @@ fn of_checkpoint(view: &View, args: &AuditArgs, config: &Config) -> Result<Repor
             None => program::inventory(config).context("cannot read the GPUs of this node")?,
         };
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
-        plan = signals.of_plan((gpus, &manifest.topology, driver), &target);
+        plan = signals.of_plan(gpus, &manifest.topology, driver, &target);
     }
     Ok(Report {
         subject: view.what.clone(),

@@ -178,8 +178,7 @@ fn report(
     let plan = match (&args.target, &nvidia) {
         (Some(target), Some(Nvidia { inventory, .. })) if needs_gpus => {
             let target = program::read_inventory(target)?;
-            let source = (&gpus[..], &inventory.topology, &inventory.driver_version[..]);
-            signals.of_plan(source, &target)
+            signals.of_plan(&gpus, &inventory.topology, &inventory.driver_version, &target)
         }
         _ => None,
     };

@@ -25,7 +25,9 @@ use super::{Interrupts, PodCall, Printed};
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
-const KIND: (&str, &str) = ("io.cri-containerd.kind", "container");
+const KIND: &str = "io.cri-containerd.kind";
+/// Its value.
+const CONTAINER: &str = "container";
 
 /// Why there are no checkpoints of a pod.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -175,7 +177,10 @@ async fn containers(containerd: &Containerd, pod: &str) -> Result<BTreeMap<Strin
         .split_once('/')
         .filter(|(space, name)| !space.is_empty() && !name.is_empty());
     let (space, name) = named.ok_or_else(|| PodError::Name { pod: pod.to_owned() })?;
-    let (all, running) = (containerd.with_label(KIND).await?, containerd.running().await?);
+    let (all, running) = (
+        containerd.with_label(KIND, CONTAINER).await?,
+        containerd.running().await?,
+    );
     let mut found = BTreeMap::new();
     for container in all.into_iter().filter(|one| running.contains(&one.id)) {
         let annotations = annotations(&container);

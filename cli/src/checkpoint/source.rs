@@ -152,7 +152,7 @@ impl Source {
         let options = CheckpointOptions::with_bulk("");
         steps.begin("checkpoint");
         let dump = containerd.checkpoint(self.id(), CheckpointOptions::with_bulk(bulk));
-        let dumped = steps.follow(containerd, (&self.namespace, self.id()), dump).await;
+        let dumped = steps.follow(containerd, &self.namespace, self.id(), dump).await;
         let mut parts = match dumped {
             Ok(descriptors) => descriptors.into_iter().map(Part::here).collect(),
             Err(error) if error.is_there() => self.dumped_before(error).await?,

@@ -231,7 +231,7 @@ async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u6
     steps.begin("checkpoint");
     let call = source.containerd.annotate(id, annotations);
     let done = steps
-        .follow(&source.containerd, (&source.namespace, id), call)
+        .follow(&source.containerd, &source.namespace, id, call)
         .await;
     steps.end();
     match done {

@@ -27,7 +27,7 @@ impl Containerd {
             Err(error) if error.is_absent() => {}
             found => return Ok(vec![found?]),
         }
-        let mut found = self.with_label((NERDCTL_NAME, word)).await?;
+        let mut found = self.with_label(NERDCTL_NAME, word).await?;
         if found.is_empty() && is_hexadecimal(word) {
             let filters = vec![format!("id~=\"^{word}\"")];
             let call = "/containerd.services.containers.v1.Containers/List";

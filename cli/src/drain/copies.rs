@@ -11,6 +11,7 @@ use serde::Deserialize;
 
 use super::end::RunsOn;
 use super::error::DrainError;
+use super::kubectl::Script;
 use super::pods::{Job, Part};
 use super::{Agent, CHECKPOINTS, Drain, NAMED, name, place, whole};
 use crate::output::note;
@@ -87,7 +88,7 @@ impl Drain {
             let archive = self.checkpoint(job, part)?;
             copies.archives.push(archive.clone());
             for agent in &self.to {
-                self.send(job, part, (&archive, agent), copies)?;
+                self.send(job, part, &archive, agent, copies)?;
             }
         }
         Ok(OnTargets(()))
@@ -116,7 +117,8 @@ impl Drain {
         &self,
         job: &Job,
         part: &Part,
-        (archive, agent): (&str, &'a Agent),
+        archive: &str,
+        agent: &'a Agent,
         copies: &mut Copies<'a>,
     ) -> Result<(), DrainError> {
         let place = place(job, part);
@@ -133,7 +135,7 @@ impl Drain {
         let partial = format!("{NAMED}/{}/.{}-{}", job.namespace, part.checkpoint, self.run);
         let (begun, unpacked) = (
             Instant::now(),
-            self.unpack(job, (archive, agent), [&place, &partial]),
+            self.unpack(job, archive, agent, [&place, &partial]),
         );
         let placed = unpacked.and_then(|total| {
             let shown = self.on(agent, LOOK, &[&partial])?;
@@ -174,13 +176,22 @@ impl Drain {
     fn unpack(
         &self,
         job: &Job,
-        (archive, agent): (&str, &Agent),
+        archive: &str,
+        agent: &Agent,
         directories: [&str; 2],
     ) -> Result<u64, DrainError> {
         let (mut total, mut shown) = (0, Instant::now());
         self.kubectl.pipe(
-            (&self.from.pod, ("cat \"$1\"", &[archive])),
-            (&agent.pod, (UNPACK, &directories)),
+            &Script {
+                agent: &self.from.pod,
+                text: "cat \"$1\"",
+                arguments: &[archive],
+            },
+            &Script {
+                agent: &agent.pod,
+                text: UNPACK,
+                arguments: &directories,
+            },
             |sent| {
                 total = sent;
                 if shown.elapsed() >= PROGRESS {

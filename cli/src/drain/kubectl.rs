@@ -17,6 +17,14 @@ pub struct Kubectl {
     options: Vec<String>,
 }
 
+/// A shell script that an agent runs.
+pub struct Script<'a> {
+    /// Name of its pod.
+    pub agent: &'a str,
+    pub text: &'a str,
+    pub arguments: &'a [&'a str],
+}
+
 impl Kubectl {
     pub fn new(context: Option<&str>) -> Self {
         let context = context.map(|context| ["--context".to_owned(), context.to_owned()]);
@@ -100,13 +108,13 @@ impl Kubectl {
     /// that were, from time to time.
     pub fn pipe(
         &self,
-        (from, read): (&str, (&str, &[&str])),
-        (to, write): (&str, (&str, &[&str])),
+        read: &Script<'_>,
+        write: &Script<'_>,
         mut sent: impl FnMut(u64),
     ) -> Result<(), DrainError> {
         let (read, write) = (
-            Self::script(from, read.0, read.1),
-            Self::script(to, write.0, write.1),
+            Self::script(read.agent, read.text, read.arguments),
+            Self::script(write.agent, write.text, write.arguments),
         );
         let mut source = self.command(&read);
         source

@@ -47,7 +47,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
             processes: tree.as_ref().map(Tree::shown),
         })))?
     } else {
-        show(&view, &found, &sizes, (tree, failure.as_ref()), args.verbose)
+        show(&view, &found, &sizes, tree, failure.as_ref(), args.verbose)
     }
     Ok(failure.is_none())
 }
@@ -70,7 +70,8 @@ fn show(
     view: &View,
     found: &Found,
     sizes: &Sizes,
-    (tree, failure): (Option<Tree>, Option<&ProblemReport>),
+    tree: Option<Tree>,
+    failure: Option<&ProblemReport>,
     is_verbose: bool,
 ) {
     match failure {

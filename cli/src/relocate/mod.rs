@@ -172,7 +172,7 @@ async fn moved(
     let (done, ended) = match done {
         Ok((bytes, answer, runs)) => {
             let proof = EndProof::of_copy(&args.target, runs);
-            let ended = ended(&source, proof, &limits, steps).await;
+            let ended = remove_source(&source, proof, &limits, steps).await;
             let left = |message: String| MoveError::Left {
                 target: args.target.clone(),
                 id: args.container.clone(),
@@ -190,7 +190,12 @@ async fn moved(
 }
 
 /// Removes the source, which runs elsewhere. Returns why it is left.
-async fn ended(source: &Source, proof: EndProof, limits: &Limits, steps: &mut Steps) -> Result<(), String> {
+async fn remove_source(
+    source: &Source,
+    proof: EndProof,
+    limits: &Limits,
+    steps: &mut Steps,
+) -> Result<(), String> {
     let removal = async {
         source.end(proof, steps).await?;
         let (container, containerd) = (&source.container, &source.containerd);

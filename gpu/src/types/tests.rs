@@ -30,3 +30,16 @@ fn uuids_are_read_in_one_form_and_keep_their_bytes() {
         assert!(bad.parse::<GpuUuid>().is_err(), "{bad}");
     }
 }
+
+/// Leases on nodes that run have it.
+#[test]
+fn the_id_of_a_device_is_written_as_a_list() {
+    let id = DeviceId {
+        kind: NodeType::Char,
+        major: 195,
+        minor: 2,
+    };
+    let text = r#"["c",195,2]"#;
+    assert_eq!(serde_json::to_string(&id).unwrap(), text);
+    assert_eq!(serde_json::from_str::<DeviceId>(text).unwrap(), id);
+}

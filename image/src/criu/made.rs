@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 
-use super::seccomp::Filters;
+use super::seccomp::{Filters, Seccomp};
 use super::tasks::{Allowed, Core, Creds, Thread};
 use super::{Host, ImageFault, mounts, namespaces, numbers};
 use firn_host::mountinfo::{self, MountEntry};
@@ -121,7 +121,10 @@ fn thread_of(spec: &Spec, pid: i32, tid: i32) -> io::Result<Option<Thread>> {
     Ok(Some(Thread {
         policy: 0,
         cgroups: None,
-        seccomp: (field("Seccomp:").parse().unwrap_or(0), Some(0)),
+        seccomp: Seccomp {
+            mode: field("Seccomp:").parse().unwrap_or(0),
+            filter: Some(0),
+        },
         creds: Creds {
             users: ids("Uid:", "uid").try_into().unwrap_or([u32::MAX; 4]),
             groups: [ids("Gid:", "gid"), ids("Groups:", "gid")].concat(),

@@ -17,7 +17,7 @@ mod program;
 use firn_oci::Spec;
 use firn_oci::spec::{Asks, Profile};
 
-pub(super) use filters::Filters;
+pub(super) use filters::{Filters, Seccomp};
 pub(super) use program::Program;
 
 /// What comes before the numbers of x32.

@@ -1,6 +1,6 @@
 //! Tasks and their threads: credentials, capabilities, seccomp, labels, limits.
 
-use super::seccomp::{DeniedCalls, Filters};
+use super::seccomp::{DeniedCalls, Filters, Seccomp};
 use super::wire::{Message, WireError};
 use super::{Host, Image, ImageFault, missing};
 use firn_oci::Spec;
@@ -38,7 +38,7 @@ pub(super) struct Core {
 pub(super) struct Thread {
     pub policy: u32,
     pub cgroups: Option<u32>,
-    pub seccomp: (u32, Option<u32>),
+    pub seccomp: Seccomp,
     pub creds: Creds,
 }
 
@@ -126,7 +126,10 @@ impl Thread {
         Ok(Some(Self {
             policy: message.number(5)?.unwrap_or(0),
             cgroups: message.number(16)?,
-            seccomp: (message.number(11)?.unwrap_or(0), message.number(12)?),
+            seccomp: Seccomp {
+                mode: message.number(11)?.unwrap_or(0),
+                filter: message.number(12)?,
+            },
             creds: Creds::read(&creds)?,
         }))
     }
@@ -292,7 +295,7 @@ impl<'a> Allowed<'a> {
 
     /// No seccomp filter although the spec has one, or one that lets through what the spec's denies.
     fn other_filter(&self, thread: &Thread, filters: &Filters, has_firsts: bool) -> Option<Excess> {
-        let (mode, filter) = thread.seccomp;
+        let Seccomp { mode, filter } = thread.seccomp;
         if !self.spec.has_seccomp() || (has_firsts && mode == 0) {
             return None;
         }

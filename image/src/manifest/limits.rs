@@ -39,7 +39,12 @@ impl Manifest {
         let checks = [
             ("checkpoint", is_id(&self.checkpoint)),
             ("origin", self.origin.as_ref().is_none_or(Origin::is_good)),
-            ("hooks", self.hooks.iter().all(is_hook)),
+            (
+                "hooks",
+                self.hooks
+                    .iter()
+                    .all(|(annotation, value)| is_hook(annotation, value)),
+            ),
             ("backend", self.has_good_backend()),
             ("driver", text(driver)),
             ("gpus", all(&self.gpus, MAX_GPUS, gpu)),
@@ -111,7 +116,7 @@ pub(super) fn distinct<T: Eq + Hash>(mut items: impl Iterator<Item = T>) -> bool
     items.all(|item| seen.insert(item))
 }
 
-fn is_hook((annotation, value): (&String, &String)) -> bool {
+fn is_hook(annotation: &str, value: &str) -> bool {
     let mut annotations = JobHook::ALL.iter().map(|hook| hook.annotation());
     annotations.any(|known| known == annotation) && value.len() <= MAX_VALUE
 }

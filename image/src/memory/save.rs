@@ -14,7 +14,11 @@ struct Part {
 
 /// Copies the memory, on several threads. Nothing of the processes is changed.
 pub fn save(bulk: &[Bulk], writer: &Writer, counter: &Counter) -> Result<Vec<Piece>, MemoryError> {
-    let parts: Vec<Part> = bulk.iter().enumerate().flat_map(parts).collect();
+    let parts: Vec<Part> = bulk
+        .iter()
+        .enumerate()
+        .flat_map(|(at, bulk)| parts(at, bulk))
+        .collect();
     let digests = threads::each(
         parts.len(),
         || vec![0; EXTENT],
@@ -43,7 +47,7 @@ fn empty(bulk: &Bulk) -> Piece {
     }
 }
 
-fn parts((number, bulk): (usize, &Bulk)) -> impl Iterator<Item = Part> {
+fn parts(number: usize, bulk: &Bulk) -> impl Iterator<Item = Part> {
     let end = bulk.at.end;
     let starts = bulk.at.clone().step_by(EXTENT);
     starts.map(move |at| Part {

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use firn_gpu::NodeType;
+use firn_gpu::{DeviceId, NodeType};
 use firn_host::open_below;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, ResolveFlag, openat};
@@ -122,9 +122,7 @@ impl Found {
     }
 }
 
-/// Which device a node opens, as [`DeviceNode::id`] has it.
-pub(super) type DeviceId = (NodeType, u64, u64);
-
+/// Which device the node of this status opens.
 pub(super) fn device_id(stat: &nix::sys::stat::FileStat) -> Option<DeviceId> {
     let format = SFlag::from_bits_truncate(stat.st_mode & SFlag::S_IFMT.bits());
     let kind = match format {
@@ -132,5 +130,9 @@ pub(super) fn device_id(stat: &nix::sys::stat::FileStat) -> Option<DeviceId> {
         SFlag::S_IFBLK => NodeType::Block,
         _ => return None,
     };
-    Some((kind, major(stat.st_rdev), minor(stat.st_rdev)))
+    Some(DeviceId {
+        kind,
+        major: major(stat.st_rdev),
+        minor: minor(stat.st_rdev),
+    })
 }

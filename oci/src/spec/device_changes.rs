@@ -107,12 +107,11 @@ impl DeviceRule {
             return None;
         }
         let mut changes: Vec<DeviceChange> = Vec::new();
-        for (kind, major, minor) in new.iter().chain(old).filter_map(Self::one_device) {
-            let id = (kind, major, minor);
+        for id in new.iter().chain(old).filter_map(Self::one_device) {
             let change = DeviceChange {
-                kind,
-                major,
-                minor,
+                kind: id.kind,
+                major: id.major,
+                minor: id.minor,
                 before: Self::access(old, id),
                 after: Self::access(new, id),
             };

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use firn_gpu::{DeviceNode, NodeType};
+use firn_gpu::{DeviceId, DeviceNode, NodeType};
 use oci_spec::runtime::{LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
 use serde::Deserialize;
 use serde_json::Value;
@@ -61,7 +61,7 @@ impl DeviceRule {
     }
 
     /// What these rules, in order, allow with the device of this type and these numbers.
-    pub(super) fn access(rules: &[Self], device: (NodeType, u64, u64)) -> Access {
+    pub(super) fn access(rules: &[Self], device: DeviceId) -> Access {
         let covering = rules.iter().filter(|rule| rule.covers(device));
         covering.fold(Access::NONE, |all, rule| {
             if rule.is_allow() {
@@ -73,14 +73,18 @@ impl DeviceRule {
     }
 
     /// The device that the rule names alone.
-    pub(super) fn one_device(&self) -> Option<(NodeType, u64, u64)> {
+    pub(super) fn one_device(&self) -> Option<DeviceId> {
         let number = |number: Option<i64>| number.and_then(|number| u64::try_from(number).ok());
         let kind = match self.0.typ()? {
             LinuxDeviceType::A => return None,
             LinuxDeviceType::B => NodeType::Block,
             _ => NodeType::Char,
         };
-        Some((kind, number(self.0.major())?, number(self.0.minor())?))
+        Some(DeviceId {
+            kind,
+            major: number(self.0.major())?,
+            minor: number(self.0.minor())?,
+        })
     }
 
     /// Whether the rule names this device alone.
@@ -89,12 +93,12 @@ impl DeviceRule {
     }
 
     /// Whether the rule names this device, alone or among others.
-    fn covers(&self, (kind, major, minor): (NodeType, u64, u64)) -> bool {
+    fn covers(&self, device: DeviceId) -> bool {
         let is_block = self.0.typ() == Some(LinuxDeviceType::B);
-        let has_type = self.has_all_types() || is_block == (kind == NodeType::Block);
+        let has_type = self.has_all_types() || is_block == (device.kind == NodeType::Block);
         let has_number =
             |rule: Option<i64>, of_node: u64| is_all(rule) || rule.map(u64::try_from) == Some(Ok(of_node));
-        has_type && has_number(self.0.major(), major) && has_number(self.0.minor(), minor)
+        has_type && has_number(self.0.major(), device.major) && has_number(self.0.minor(), device.minor)
     }
 
     fn has_all_types(&self) -> bool {

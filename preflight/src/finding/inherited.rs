@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::descriptors::{Gpu, look};
 use super::{Certainty, Finding, Processes, Unreadable};
 use crate::Refusal;
+use crate::sys::Descriptor;
 
 /// How long a process may take from fork to exec, which closes inherited descriptors.
 const EXEC: Duration = Duration::from_millis(100);
@@ -61,8 +62,8 @@ impl Inherited {
 /// How two processes compare.
 #[derive(Clone, Copy)]
 pub(super) struct Same<'a> {
-    /// Whether two descriptors, each of a process (pid, number), are the same open file.
-    pub(super) file: &'a dyn Fn((i32, i32), (i32, i32)) -> bool,
+    /// Whether two descriptors are the same open file.
+    pub(super) file: &'a dyn Fn(Descriptor, Descriptor) -> bool,
     /// Whether two processes have the same memory.
     pub(super) memory: &'a dyn Fn(i32, i32) -> bool,
 }
@@ -173,29 +174,28 @@ impl<'a> Known<'a> {
         }
         let parent = parent(self.proc_root, pid);
         let mut numbers = gpu.open.iter().map(|(number, _)| *number);
-        numbers.all(|number| self.is_of((pid, number), parent))
+        numbers.all(|number| self.is_of(Descriptor { pid, number }, parent))
     }
 
     /// Whether a process that need not descend from a CUDA process has a file of one.
     fn shares_with_cuda(&self, pid: i32, gpu: &Gpu) -> bool {
         gpu.open
             .iter()
-            .any(|(number, _)| self.is_of((pid, *number), None))
+            .any(|&(number, _)| self.is_of(Descriptor { pid, number }, None))
     }
 
-    /// Whether a descriptor, (pid, number), is a file of a CUDA process, or of `parent`, if that has only
-    /// inherited files.
-    fn is_of(&self, file: (i32, i32), parent: Option<i32>) -> bool {
+    /// Whether a descriptor is a file of a CUDA process, or of `parent`, if that has only inherited files.
+    fn is_of(&self, file: Descriptor, parent: Option<i32>) -> bool {
         let parents = self.inherited.iter().filter(|(pid, _)| Some(*pid) == parent);
         let givers: Vec<_> = self.cuda.iter().chain(parents).collect();
         let is_given = |is_candidate: &dyn Fn(i32) -> bool| {
             givers.iter().any(|(giver, gpu)| {
                 let mut candidates = gpu.open.iter().filter(|(other, _)| is_candidate(*other));
-                candidates.any(|(other, _)| (self.same.file)(file, (*giver, *other)))
+                candidates.any(|&(number, _)| (self.same.file)(file, Descriptor { pid: *giver, number }))
             })
         };
         // Mostly it has the same number.
-        is_given(&|other| other == file.1) || is_given(&|_| true)
+        is_given(&|other| other == file.number) || is_given(&|_| true)
     }
 }
 

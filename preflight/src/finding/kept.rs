@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use firn_gpu::{DeviceNode, NodeType};
+use firn_gpu::{DeviceId, DeviceNode, NodeType};
 use firn_host::proc_maps;
 use nix::sys::stat::{major, minor};
 
@@ -33,7 +33,7 @@ pub(crate) fn kept(
                 continue;
             }
             read.push(tid);
-            if let Some(file) = of_thread(proc_root, (pid, tid), devices)? {
+            if let Some(file) = of_thread(proc_root, pid, tid, devices)? {
                 let comm = proc_maps::comm(proc_root, pid);
                 let file = file.to_string_lossy().into_owned();
                 return Ok(Some(Refusal::KeptGpu { pid, comm, file }));
@@ -60,7 +60,8 @@ fn threads(task: &Path) -> io::Result<Vec<i32>> {
 /// but lists them for the first one alone.
 fn of_thread(
     proc_root: &Path,
-    (pid, tid): (i32, i32),
+    pid: i32,
+    tid: i32,
     devices: &[DeviceNode],
 ) -> Result<Option<PathBuf>, Unreadable> {
     for what in ["fd", "map_files"] {
@@ -87,7 +88,11 @@ fn first(dir: &Path, devices: &[DeviceNode]) -> io::Result<Option<PathBuf>> {
             kind if kind.is_block_device() => NodeType::Block,
             _ => continue,
         };
-        let id = (kind, major(metadata.rdev()), minor(metadata.rdev()));
+        let id = DeviceId {
+            kind,
+            major: major(metadata.rdev()),
+            minor: minor(metadata.rdev()),
+        };
         if devices.iter().any(|device| device.id() == id) {
             return Ok(Some(fs::read_link(&path).unwrap_or(path)));
         }

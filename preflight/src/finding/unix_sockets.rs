@@ -170,7 +170,7 @@ fn look(proc_root: &Path, dumped: &[i32]) -> Result<Vec<UnixSocket>, Unreadable>
     let found = judge(&held, &sockets);
     Ok(found
         .into_iter()
-        .map(|judged| described(proc_root, &held, judged))
+        .map(|(inode, kind, other_end)| described(proc_root, &held, inode, kind, other_end))
         .collect())
 }
 
@@ -231,11 +231,7 @@ fn judge(held: &Holders, sockets: &[Diag]) -> Vec<(u32, Kind, OtherEnd)> {
 }
 
 /// The socket with its addresses.
-fn described(
-    proc_root: &Path,
-    held: &Holders,
-    (inode, kind, other_end): (u32, Kind, OtherEnd),
-) -> UnixSocket {
+fn described(proc_root: &Path, held: &Holders, inode: u32, kind: Kind, other_end: OtherEnd) -> UnixSocket {
     let (pid, fd) = held.get(&inode).copied().unwrap_or_default();
     let shown = shown(pid, fd).unwrap_or_default();
     let (kind, other_end) = match other_end {

@@ -22,9 +22,9 @@ impl Publisher {
     /// Publishes a step of a transaction of this container.
     pub fn step(&self, container: &str, operation: &str, step: Step<'_>) {
         match step {
-            Step::Phase(phase) => self.progress(container, operation, phase.name(), (0, 0)),
+            Step::Phase(phase) => self.progress(container, operation, phase.name(), 0, 0),
             Step::Copied(copied) => {
-                self.progress(container, operation, &copied.phase, (copied.done, copied.all));
+                self.progress(container, operation, &copied.phase, copied.done, copied.all);
             }
         }
     }
@@ -36,19 +36,19 @@ impl Publisher {
             Err(None) => "failed".to_owned(),
             Err(Some(code)) => format!("failed: {code}"),
         };
-        self.progress(container, operation, &outcome, (0, 0));
+        self.progress(container, operation, &outcome, 0, 0);
     }
 
-    fn progress(&self, container: &str, operation: &str, event: &str, bytes: (u64, u64)) {
+    fn progress(&self, container: &str, operation: &str, event: &str, done: u64, all: u64) {
         let topic = format!("/firn/{operation}");
-        match encoded(container, event, bytes) {
+        match encoded(container, event, done, all) {
             Ok(value) => self.send(topic, TYPE.to_owned(), value),
             Err(error) => log::error!("cannot encode an event for {topic}: {error}"),
         }
     }
 }
 
-fn encoded(container: &str, event: &str, (done, all): (u64, u64)) -> protobuf::Result<Vec<u8>> {
+fn encoded(container: &str, event: &str, done: u64, all: u64) -> protobuf::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let mut message = CodedOutputStream::vec(&mut bytes);
     message.write_string(field::EVENT, event)?;

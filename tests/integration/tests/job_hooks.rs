@@ -36,7 +36,8 @@ fn job_with<'h>(
     host: &'h GpuHost,
     hooks: &[(&str, &str)],
     options: &[&str],
-    (before, after): (&str, &str),
+    before: &str,
+    after: &str,
 ) -> Result<Container<'h>> {
     let mut given: Vec<String> = options.iter().map(ToString::to_string).collect();
     for (hook, value) in hooks {
@@ -51,7 +52,7 @@ fn job_with<'h>(
 }
 
 fn job<'h>(host: &'h GpuHost, hooks: &[(&str, &str)]) -> Result<Container<'h>> {
-    job_with(host, hooks, &[], ("", ""))
+    job_with(host, hooks, &[], "", "")
 }
 
 /// The words of each call that [`HOOK`] has noted.
@@ -195,7 +196,7 @@ fn jobs_are_called_by_http_and_by_signal(platform: Platform) -> Result<()> {
             ("resumed", "signal: USR1"),
             ("restored", "http://127.0.0.1:8000/wake_up"),
         ];
-        let source = job_with(host, &hooks, &[], (SERVER, SERVE))?;
+        let source = job_with(host, &hooks, &[], SERVER, SERVE)?;
         source.checkpoint("checkpoint/job")?;
         source.goes_on(3)?;
         let requests = source.exec(&["cat", "/requests"])?;
@@ -262,7 +263,7 @@ fn a_prepare_hook_that_fails_cancels_the_checkpoint(platform: Platform) -> Resul
             let before = format!("{SERVER}\necho 500 No >/status; echo not now >/reply; trap : HUP");
             let after = format!("{SERVE} nc -ll -p 8002 -e sleep 1000 &");
             let hooks = [("prepare", value), ("failed", "exec: /hook")];
-            let job = job_with(host, &hooks, &[], (&before, &after))?;
+            let job = job_with(host, &hooks, &[], &before, &after)?;
             let output = failure(job.checkpoint("checkpoint/job")).with_context(|| value.to_owned())?;
             ensure!(
                 output.contains("FIRN-HOOK-PREPARE") && output.contains(expected),
@@ -466,7 +467,7 @@ fn a_job_is_killed_while_its_hook_runs(platform: Platform) -> Result<()> {
             host.idle()?;
         }
 
-        let source = job_with(host, &[("restored", hang)], &[], ("", ""))?;
+        let source = job_with(host, &[("restored", hang)], &[], "", "")?;
         source.checkpoint("checkpoint/job")?;
         source.remove()?;
         let mut client = Container::begin_restore(host, "job", "checkpoint/job")?;

@@ -12,7 +12,7 @@ use nix::unistd::geteuid;
 /// Overrides the Debian mirror that apt is configured with.
 const MIRROR_ENV: &str = "FIRN_DEBIAN_MIRROR";
 
-/// Reports what is going on in a step that takes long or that changes the host.
+/// Reports what is in progress in a step that takes long or that changes the host.
 pub(crate) fn progress(what: &str) {
     eprintln!("node: {what}");
 }

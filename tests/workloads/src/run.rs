@@ -266,7 +266,7 @@ fn compute(options: &Options) -> Result<()> {
                 let importer = exports.then(|| sender.clone());
                 let has = (pool, shared.as_ref().as_ref());
                 // The receiver goes away only when this process ends.
-                let _ = sender.send(work(&driver, &options, number, gpu, importer, has));
+                let _ = sender.send(work(&driver, &options, number, gpu, importer, has.0, has.1));
             });
         }
     }
@@ -281,7 +281,8 @@ fn work(
     number: usize,
     gpu: i32,
     importer: Option<Sender<Result<()>>>,
-    (mut pool, shared): (Option<Pool>, Option<&Shared>),
+    mut pool: Option<Pool>,
+    shared: Option<&Shared>,
 ) -> Result<()> {
     driver.set_current(driver.primary_context(gpu)?)?;
     let mut counter = Counter::new(driver, options.mib << 20, options.managed)?;

@@ -15,6 +15,15 @@ const FILTER: u32 = 2;
 const MOST: usize = 32_768;
 const FOR_EACH: usize = 4;
 
+/// Seccomp of a thread.
+#[derive(Clone, Copy)]
+pub(in crate::criu) struct Seccomp {
+    /// As the kernel numbers it; 0: none.
+    pub mode: u32,
+    /// Number of the last of its filters.
+    pub filter: Option<u32>,
+}
+
 /// The seccomp filters of an image, or of the kernel.
 pub(in crate::criu) struct Filters {
     all: Vec<Filter>,
@@ -95,20 +104,17 @@ impl Filters {
     }
 
     /// Whether a thread that has these filters gives them to the others of its process.
-    pub(in crate::criu) fn are_for_all(&self, (mode, filter): (u32, Option<u32>)) -> bool {
-        let chain = filter
-            .filter(|_| mode == FILTER)
+    pub(in crate::criu) fn are_for_all(&self, thread: Seccomp) -> bool {
+        let chain = thread
+            .filter
+            .filter(|_| thread.mode == FILTER)
             .and_then(|last| self.chain(last));
         chain.is_some_and(|chain| chain.iter().all(|filter| filter.is_for_all))
     }
 
     /// Whether a thread has a filter, and if so what its filters let through that is denied.
-    pub(in crate::criu) fn permitted(
-        &self,
-        (mode, filter): (u32, Option<u32>),
-        denied: &DeniedCalls,
-    ) -> Option<Option<String>> {
-        let last = filter.filter(|_| mode == FILTER)?;
+    pub(in crate::criu) fn permitted(&self, thread: Seccomp, denied: &DeniedCalls) -> Option<Option<String>> {
+        let last = thread.filter.filter(|_| thread.mode == FILTER)?;
         if let Some(known) = self.permitted.borrow().get(&last) {
             return Some(known.clone());
         }

@@ -92,7 +92,7 @@ impl Program {
             let Some(instruction) = self.0.get(at) else {
                 return false;
             };
-            match instruction.follow(at, state, (arch, number)) {
+            match instruction.follow(at, state, arch, number) {
                 Next::To(state, targets) => {
                     for target in targets {
                         let reached = open.entry(target).or_insert(state);
@@ -117,7 +117,7 @@ impl Program {
 }
 
 impl Instruction {
-    fn follow(self, at: usize, mut state: State, (arch, number): (u32, u32)) -> Next {
+    fn follow(self, at: usize, mut state: State, arch: u32, number: u32) -> Next {
         let k = self.constant;
         let next = at + 1;
         let slot = usize::try_from(k).unwrap_or(usize::MAX);

@@ -51,7 +51,7 @@ const PARENT: Process<'_> = (7, 1, CUDA, &[(3, CONTROL), (4, GPU)]);
 /// What is wrong, by pid, and the pids of those that have only inherited files.
 type Seen = (Vec<(i32, &'static str, Certainty)>, Vec<i32>);
 
-type IsSame<'a> = &'a dyn Fn((i32, i32), (i32, i32)) -> bool;
+type IsSame<'a> = &'a dyn Fn(Descriptor, Descriptor) -> bool;
 
 fn seen_with(all: &[Process<'_>], processes: Processes<'_>, file: IsSame<'_>) -> Seen {
     let memory: &dyn Fn(i32, i32) -> bool = &|_, _| false;
@@ -105,7 +105,7 @@ fn a_child_whose_files_are_all_those_of_a_cuda_process_has_inherited_them() {
         (10, 7, GPU, &[]),
         (11, 7, "/bin/sleep", &[(0, "/dev/null")]),
     ];
-    let number = |(pid, fd): (i32, i32)| match (pid, fd) {
+    let number = |descriptor: Descriptor| match (descriptor.pid, descriptor.number) {
         (7 | 8, 4) => 104,
         (7, 3) | (9, 12) => 103,
         other => other.0 * 1000 + other.1,
@@ -127,7 +127,7 @@ fn a_child_whose_files_are_all_those_of_a_cuda_process_has_inherited_them() {
 #[test]
 fn one_file_of_its_own_shows_that_a_child_uses_the_driver() {
     let own: &[(i32, &str)] = &[(3, CONTROL), (4, GPU), (9, CONTROL)];
-    let same_number = |a: (i32, i32), b: (i32, i32)| a.1 == b.1;
+    let same_number = |a: Descriptor, b: Descriptor| a.number == b.number;
     let refused = (vec![(8, "open", Certainty::Certain)], vec![]);
     assert_eq!(seen(&[PARENT, (8, 7, CUDA, own)], &same_number), refused);
     // The node was removed: an image could not name it.
@@ -193,7 +193,8 @@ fn what_the_last_checkpoint_found_stays_inherited() {
         ..PLUGIN
     };
     // A child of that child has the same files as it.
-    let is_same = |a: (i32, i32), b: (i32, i32)| a.1 == b.1 && (a.0 - b.0).abs() == 1 && b.0 != 7;
+    let is_same =
+        |a: Descriptor, b: Descriptor| a.number == b.number && (a.pid - b.pid).abs() == 1 && b.pid != 7;
     let all = |open| [PARENT, (8, 7, CUDA, open), (9, 8, CUDA, open)];
     let same: &[(i32, &str)] = &[(3, CONTROL), (4, GPU)];
     assert_eq!(seen_with(&all(same), processes, &is_same), (vec![], vec![8, 9]));

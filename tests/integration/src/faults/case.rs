@@ -8,7 +8,7 @@ pub(super) use super::phases::PHASES;
 pub use super::phases::Phase;
 use super::stalls::Stall;
 
-/// What is going on when the fault happens.
+/// What is in progress when the fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Flow {
     Checkpoint,

@@ -33,7 +33,7 @@ impl Pairs {
         for first in &cases {
             let key = (first.flow, first.subject);
             if candidates.last().is_none_or(|(last, _)| *last != key) {
-                candidates.push((key, can_go_wrong(&cases, key)));
+                candidates.push((key, can_go_wrong(&cases, key.0, key.1)));
             }
             let seconds = candidates.last().into_iter().flat_map(|(_, seconds)| seconds);
             for second in seconds.filter(|second| first.can_be_followed_by(**second)) {
@@ -92,7 +92,7 @@ enum After {
 }
 
 /// Everything that can go wrong in this flow, the rollback of a checkpoint included.
-fn can_go_wrong(cases: &[Case], (flow, subject): (Flow, Subject)) -> Vec<FaultAt> {
+fn can_go_wrong(cases: &[Case], flow: Flow, subject: Subject) -> Vec<FaultAt> {
     let mut found: Vec<FaultAt> = Vec::new();
     for case in cases {
         if (case.flow, case.subject) == (flow, subject) && !found.contains(&case.first) {
