@@ -3,8 +3,8 @@
 //! ```text
 //!   check both -> pause -> dump -> stream -> the copy runs there -> it still does -> end the source
 //!                  |        |       |              |                   |
-//!                  +--------+-------+--------------+-------------------+-> failed, died: the source
-//!                  continues +--------------+-------------------+-> no answer: it stays paused
+//!                  +--------+-------+--------------+-------------------+-> failed, died: the source resumes
+//!                                   +--------------+-------------------+-> no answer: it stays paused
 //! ```
 //!
 //! The source never runs while the copy may: the copy begins to run only after the last byte of the stream,

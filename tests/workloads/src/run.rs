@@ -264,9 +264,9 @@ fn compute(options: &Options) -> Result<()> {
             let (pool, shared) = (pool.take(), Arc::clone(&shared));
             thread::spawn(move || {
                 let importer = exports.then(|| sender.clone());
-                let has = (pool, shared.as_ref().as_ref());
+                let shared = shared.as_ref().as_ref();
                 // The receiver goes away only when this process ends.
-                let _ = sender.send(work(&driver, &options, number, gpu, importer, has.0, has.1));
+                let _ = sender.send(work(&driver, &options, number, gpu, importer, pool, shared));
             });
         }
     }

@@ -33,7 +33,7 @@ impl Pairs {
         for first in &cases {
             let key = (first.flow, first.subject);
             if candidates.last().is_none_or(|(last, _)| *last != key) {
-                candidates.push((key, can_go_wrong(&cases, key.0, key.1)));
+                candidates.push((key, can_go_wrong(&cases, first.flow, first.subject)));
             }
             let seconds = candidates.last().into_iter().flat_map(|(_, seconds)| seconds);
             for second in seconds.filter(|second| first.can_be_followed_by(**second)) {
