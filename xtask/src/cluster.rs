@@ -31,15 +31,7 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     }
     KUBERNETES.build()?;
     let mut suite = cargo();
-    suite.args([
-        "test",
-        "--package",
-        "firn-integration",
-        "--locked",
-        "--test",
-        "cluster",
-        "--",
-    ]);
+    suite.args(["test", "--workspace", "--locked", "--test", "cluster", "--"]);
     suite.args(&cmd.filter).current_dir(workspace()?);
     Ok(exit_as(suite.status().context("run the suite")?))
 }

@@ -65,6 +65,19 @@ const OF_TESTS: [&str; 10] = [
     "unix-talk",
 ];
 
+/// Packages of all these but the shim.
+const PACKAGES: [&str; 9] = [
+    "firn",
+    "firn-criu-plugin",
+    "firn-hook",
+    "firn-runc",
+    "firn-worker",
+    "firn-workloads",
+    "simgpu-cuda",
+    "simgpu-model",
+    "simgpu-nvml",
+];
+
 /// The static target of the shim; without it the shim is built for the host.
 const MUSL: &str = "x86_64-unknown-linux-musl";
 
@@ -106,24 +119,28 @@ impl Built {
             Profile::Release => "release",
         };
         let target = target_dir()?;
-        let packages = [
-            "firn-worker",
-            "firn-hook",
-            "firn-runc",
-            "firn-criu-plugin",
-            "firn",
-            "firn-workloads",
-            "simgpu-model",
-            "simgpu-cuda",
-            "simgpu-nvml",
-        ];
-        cargo(profile, voice, None, &packages)?;
-        let shim = if profile == Profile::Release && has_musl()? {
-            cargo(profile, voice, Some(MUSL), &["firn-shim"])?;
-            target.join(MUSL)
-        } else {
-            cargo(profile, voice, None, &["firn-shim"])?;
-            target.clone()
+        let shim = match profile {
+            // As all of it is built and tested: another choice of packages has other features of their
+            // dependencies, and cargo then builds those once more.
+            Profile::Dev => {
+                cargo(voice, &["--workspace"])?;
+                target.clone()
+            }
+            Profile::Release => {
+                let packages = PACKAGES.iter().flat_map(|package| ["--package", package]);
+                cargo(
+                    voice,
+                    &["--release"].into_iter().chain(packages).collect::<Vec<_>>(),
+                )?;
+                let shim = ["--release", "--package", "firn-shim"];
+                if has_musl()? {
+                    cargo(voice, &[&shim[..], &["--target", MUSL]].concat())?;
+                    target.join(MUSL)
+                } else {
+                    cargo(voice, &shim)?;
+                    target.clone()
+                }
+            }
         };
         Ok(Self {
             dir: target.join(name),
@@ -166,25 +183,18 @@ impl Built {
     }
 }
 
-fn cargo(profile: Profile, voice: Voice, target: Option<&str>, packages: &[&str]) -> Result<()> {
+/// Runs `cargo build` with these arguments.
+fn cargo(voice: Voice, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(env!("CARGO"));
     command
         .args(["build", "--manifest-path"])
-        .arg(workspace().join("Cargo.toml"));
+        .arg(workspace().join("Cargo.toml"))
+        .args(arguments);
     if voice == Voice::Quiet {
         command.arg("--quiet");
     }
-    if profile == Profile::Release {
-        command.arg("--release");
-    }
-    if let Some(target) = target {
-        command.args(["--target", target]);
-    }
-    for package in packages {
-        command.args(["--package", package]);
-    }
     let status = command.status().context("run cargo")?;
-    ensure!(status.success(), "cargo build of {} failed", packages.join(", "));
+    ensure!(status.success(), "cargo build {} failed", arguments.join(" "));
     Ok(())
 }
 

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use firn_node::{Cgroup, CgroupMode, Image, Node, Platform, Process, Suite, wait_for};
+use firn_node::{Builder, Cgroup, CgroupMode, Image, Node, Platform, Process, Suite, wait_for};
 use serde_json::Value;
 
-use crate::{Built, FIRN, IMAGE, STOCK, SimGpu, Skip};
+use crate::{Built, FIRN, IMAGE, STOCK, SimGpu, Skip, imported};
 
 /// Driver version of a node unless a test asks for another.
 pub const DRIVER: &str = "580.159.04";
@@ -61,7 +61,7 @@ impl GpuHost {
     pub fn for_test(platform: Platform, name: &str, gpus: &[SimGpu]) -> Result<Self> {
         let name = test_name(platform, name);
         let node = platform.node().name(&name);
-        Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
+        Self::set_up_on(node, Built::for_tests()?, gpus, DRIVER)
     }
 
     /// As [`GpuHost::for_test`], with packages of Debian that other nodes have not.
@@ -73,7 +73,7 @@ impl GpuHost {
     ) -> Result<Self> {
         let name = test_name(platform, name);
         let node = platform.node().name(&name).packages(packages);
-        Self::set_up_on(node.start()?, Built::for_tests()?, gpus, DRIVER)
+        Self::set_up_on(node, Built::for_tests()?, gpus, DRIVER)
     }
 
     /// Starts a node with these GPUs.
@@ -83,7 +83,7 @@ impl GpuHost {
 
     /// As [`GpuHost::start`], with containerd's data on the disk of the target directory.
     pub fn start_on_disk(built: &Built, suite: Suite, name: &str, gpus: &[SimGpu]) -> Result<Self> {
-        let node = Node::builder(suite).name(name).disk(true).start()?;
+        let node = Node::builder(suite).name(name).disk(true);
         Self::set_up_on(node, built, gpus, DRIVER)
     }
 
@@ -96,13 +96,13 @@ impl GpuHost {
         cgroup: Cgroup,
         driver: &str,
     ) -> Result<Self> {
-        let node = Node::builder(suite).name(name).cgroup(cgroup).start()?;
+        let node = Node::builder(suite).name(name).cgroup(cgroup);
         Self::set_up_on(node, built, gpus, driver)
     }
 
-    fn set_up_on(node: Node, built: &Built, gpus: &[SimGpu], driver: &str) -> Result<Self> {
+    fn set_up_on(node: Builder, built: &Built, gpus: &[SimGpu], driver: &str) -> Result<Self> {
         let host = Self {
-            node,
+            node: node.containerd(false).start()?,
             gpus: gpus.to_vec(),
             nvlinks: Vec::new(),
             other_majors: false,
@@ -139,7 +139,7 @@ impl GpuHost {
 
     fn set_up(&self, built: &Built, driver: &str) -> Result<()> {
         self.install(built, driver)?;
-        image(built).import(&self.node)
+        imported::start_containerd_with(&self.node, &image(built))
     }
 
     /// Gives the image of containers that begin from now on labels.

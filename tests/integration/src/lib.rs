@@ -17,6 +17,7 @@ mod events;
 pub mod faults;
 mod gpu;
 mod host;
+mod imported;
 pub mod matrix;
 mod output;
 mod pods;

@@ -1,20 +1,22 @@
 //! The harness of all suites: a suite lists its cases once, each with the platforms that it runs on.
 //!
-//! Every pair of them is a trial of its own, `name [forky v2]`, which `cargo test --test SUITE -- PART OF THE
-//! NAME` picks. A trial that cannot run on this machine returns [`Skip`]: it counts as ignored, and a line
-//! `skipped: REASON` is printed, which `cargo xtask test` shows at the end.
+//! Every pair of them is a trial of its own, `suite::name [forky v2]`, which `cargo suites PART` picks: all
+//! words of the part are in its name. A trial that cannot run on this machine returns [`Skip`]: it counts as
+//! ignored, and a line `skipped: REASON` is printed, which `cargo xtask test` shows at the end.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZero;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Error, Result, anyhow};
 use firn_node::Platform;
-use libtest_mimic::{Arguments, Completion, Conclusion, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Failed};
 
 use crate::{GpuHost, Tier, claims};
 
@@ -41,9 +43,81 @@ impl Case {
     fn trials(self, tier: Tier) -> impl Iterator<Item = Trial> {
         let platforms = self.platforms.iter();
         let platforms = platforms.filter(move |platform| tier.includes(**platform, self.platforms));
-        platforms.map(move |platform| {
-            trial(name(self.name, platform), move || (self.test)(*platform)).with_ignored_flag(self.ignored)
+        platforms.map(move |platform| Trial {
+            ignored: self.ignored,
+            ..trial(name(self.name, platform), move || (self.test)(*platform))
         })
+    }
+}
+
+/// A test that has a name and may be skipped while it runs; [`trial`] makes it.
+pub struct Trial {
+    name: String,
+    test: Box<dyn FnOnce() -> Result<()> + Send>,
+    ignored: bool,
+}
+
+/// The trials of a suite, and what is looked at when all suites have ended.
+pub struct Suite {
+    trials: Vec<Trial>,
+    begins: Begins,
+    at_end: Option<Box<dyn FnOnce() -> Result<()>>>,
+}
+
+/// When the trials of a suite begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Begins {
+    First,
+    /// Spread evenly, so that trials of a suite that share hosts seldom wait for each other.
+    Spread,
+    Last,
+}
+
+impl Suite {
+    /// Of these cases, as many as the tier has.
+    pub fn new(cases: &[Case]) -> Self {
+        let tier = Tier::current();
+        Self {
+            trials: cases.iter().flat_map(|case| case.trials(tier)).collect(),
+            begins: Begins::Spread,
+            at_end: None,
+        }
+    }
+
+    /// With other trials, too.
+    pub fn with(mut self, trials: impl IntoIterator<Item = Trial>) -> Self {
+        self.trials.extend(trials);
+        self
+    }
+
+    /// Left out of what a commit has to pass.
+    pub fn only_in_all(self) -> Self {
+        let trials = match Tier::current() {
+            Tier::Commit => Vec::new(),
+            Tier::All => self.trials,
+        };
+        Self { trials, ..self }
+    }
+
+    /// Begins before all others: its trials are the longest, and at the end nothing would run next to them.
+    pub fn first(self) -> Self {
+        let begins = Begins::First;
+        Self { begins, ..self }
+    }
+
+    /// Begins when the rest is almost done: it measures time.
+    pub fn last(self) -> Self {
+        let begins = Begins::Last;
+        Self { begins, ..self }
+    }
+
+    /// Fails the run by its error, when all trials have ended.
+    pub fn at_end(self, check: impl FnOnce() -> Result<()> + 'static) -> Self {
+        let at_end: Box<dyn FnOnce() -> Result<()>> = Box::new(check);
+        Self {
+            at_end: Some(at_end),
+            ..self
+        }
     }
 }
 
@@ -70,7 +144,11 @@ pub fn name(case: &str, platform: impl fmt::Display) -> String {
 
 /// A trial that may be skipped while it runs. Whatever it waits for, it ends.
 pub fn trial(name: String, test: impl FnOnce() -> Result<()> + Send + 'static) -> Trial {
-    Trial::ignorable_test(name, move || completion(within(LIMIT, test)))
+    Trial {
+        name,
+        test: Box::new(test),
+        ignored: false,
+    }
 }
 
 /// What a test returns, or an error once the limit has passed. Its thread and its nodes are then left alone:
@@ -115,13 +193,6 @@ pub fn without_node(name: &str, test: fn() -> Result<()>) -> Trial {
     trial(name.to_owned(), test)
 }
 
-/// Runs the trials that the command line picks, several at a time.
-pub fn run_trials(trials: Vec<Trial>) -> Conclusion {
-    let mut arguments = Arguments::from_args();
-    arguments.test_threads.get_or_insert_with(at_a_time);
-    libtest_mimic::run(&arguments, trials)
-}
-
 /// One more than there are CPUs: trials wait half of their time, mostly for programs that wait too. No more
 /// than six, as each has one or two nodes in memory.
 fn at_a_time() -> usize {
@@ -129,29 +200,106 @@ fn at_a_time() -> usize {
     (cpus + 1).clamp(2, 6)
 }
 
-/// The main function of a suite.
-pub fn run(cases: &[Case]) -> ExitCode {
-    run_with(cases, [])
-}
+/// How long each trial took that did not fail: suite, trial, time.
+type Times = Mutex<Vec<(&'static str, String, Duration)>>;
 
-/// The main function of a suite that has other trials too.
-pub fn run_with(cases: &[Case], others: impl IntoIterator<Item = Trial>) -> ExitCode {
+/// The main function of a program of suites: runs the trials that the command line picks, several at a time,
+/// in one queue. Their names begin with their suite's, as in `moves::a_process_moves [forky]`.
+pub fn run(suites: impl IntoIterator<Item = (&'static str, Suite)>) -> ExitCode {
     let tier = Tier::current();
-    let trials = cases.iter().flat_map(|case| case.trials(tier));
-    let conclusion = run_trials(trials.chain(others).collect());
-    // A page may claim what only a run of all has seen.
-    let claimed = if tier == Tier::All {
-        claims::nothing_else_is_claimed(&conclusion)
-    } else {
-        Ok(())
-    };
-    match claimed {
-        Ok(()) => conclusion.exit_code(),
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
+    let times = Arc::new(Times::default());
+    let (mut planned, mut at_end, mut groups) = (BTreeMap::new(), Vec::new(), Vec::new());
+    for (name, suite) in suites {
+        planned.insert(name, suite.trials.len());
+        at_end.extend(suite.at_end);
+        let trials = suite.trials.into_iter();
+        let trials: Vec<_> = trials.map(|trial| entry(name, trial, &times)).collect();
+        groups.push((suite.begins, trials));
+    }
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads.get_or_insert_with(at_a_time);
+    if !arguments.exact
+        && let Some(filter) = arguments.filter.take()
+    {
+        for (_, trials) in &mut groups {
+            trials.retain(|trial: &libtest_mimic::Trial| is_picked(trial.name(), &filter));
         }
     }
+    let conclusion = libtest_mimic::run(&arguments, queue(groups));
+    if arguments.list {
+        return ExitCode::SUCCESS;
+    }
+    let times = times.lock().unwrap_or_else(PoisonError::into_inner);
+    print!("{}", table(&times));
+    let whole = planned.into_iter().filter(|(suite, count)| {
+        let passed = times.iter().filter(|(of, ..)| of == suite).count();
+        // A page may claim what only a run of all has seen.
+        tier == Tier::All && passed == *count
+    });
+    let claimed = whole.map(|(suite, _)| claims::nothing_else_is_claimed(suite));
+    let ends = claimed.chain(at_end.into_iter().map(|check| check()));
+    let errors: Vec<Error> = ends.filter_map(Result::err).collect();
+    for error in &errors {
+        eprintln!("error: {error:#}");
+    }
+    if errors.is_empty() {
+        conclusion.exit_code()
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// Whether a name has all words of a filter: a suite, a part of a case, a platform.
+fn is_picked(name: &str, filter: &str) -> bool {
+    filter.split_whitespace().all(|word| name.contains(word))
+}
+
+/// The trial as the harness takes it.
+fn entry(suite: &'static str, trial: Trial, times: &Arc<Times>) -> libtest_mimic::Trial {
+    let Trial { name, test, ignored } = trial;
+    let (kept, times) = (name.clone(), Arc::clone(times));
+    let run = move || {
+        let begun = Instant::now();
+        let ended = within(LIMIT, move || claims::of_suite(suite, test));
+        if ended.is_ok() {
+            let mut times = times.lock().unwrap_or_else(PoisonError::into_inner);
+            times.push((suite, kept, begun.elapsed()));
+        }
+        completion(ended)
+    };
+    libtest_mimic::Trial::ignorable_test(format!("{suite}::{name}"), run).with_ignored_flag(ignored)
+}
+
+/// One queue of all: each group's order is kept, and groups that are spread are so from begin to end.
+fn queue<T>(groups: Vec<(Begins, Vec<T>)>) -> Vec<T> {
+    let mut placed = Vec::new();
+    for (begins, trials) in groups {
+        let count = trials.len();
+        let place = |(at, trial)| (begins, (2 * at + 1, 2 * count), trial);
+        placed.extend(trials.into_iter().enumerate().map(place));
+    }
+    // Fractions, compared without rounding.
+    placed.sort_by(|(begins, (a, of_a), _), (other, (b, of_b), _)| {
+        begins.cmp(other).then((a * of_b).cmp(&(b * of_a)))
+    });
+    placed.into_iter().map(|(_, _, trial)| trial).collect()
+}
+
+/// A line per suite: how long its trials took, one after the other, and which was the longest.
+fn table(times: &[(&'static str, String, Duration)]) -> String {
+    let mut suites = BTreeMap::<_, Vec<_>>::new();
+    for (suite, trial, took) in times {
+        suites.entry(suite).or_default().push((took, trial));
+    }
+    let line = |(suite, trials): (&&str, Vec<(&Duration, &String)>)| {
+        let sum: Duration = trials.iter().map(|(took, _)| **took).sum();
+        let (longest, name) = trials.iter().max()?;
+        let (sum, longest, count) = (sum.as_secs_f32(), longest.as_secs_f32(), trials.len());
+        Some(format!(
+            "suite {suite}: {sum:.1} s, {count} passed, the longest {longest:.1} s: {name}\n"
+        ))
+    };
+    suites.into_iter().filter_map(line).collect()
 }
 
 /// Runs a story on these nodes. When it fails, what containerd logged on them is printed.
@@ -214,7 +362,7 @@ mod tests {
         };
         let trials = cases.into_iter().flat_map(|case| case.trials(Tier::All));
         let trials: Vec<_> = trials.collect();
-        let names: Vec<_> = trials.iter().map(Trial::name).collect();
+        let names: Vec<_> = trials.iter().map(|trial| &*trial.name).collect();
         assert_eq!(
             names,
             [
@@ -223,8 +371,38 @@ mod tests {
                 "self::proved [forky v2 systemd]"
             ]
         );
-        let ignored: Vec<_> = trials.iter().map(Trial::has_ignored_flag).collect();
+        let ignored: Vec<_> = trials.iter().map(|trial| trial.ignored).collect();
         assert_eq!(ignored, [false, false, true]);
+    }
+
+    #[test]
+    fn a_filter_picks_names_by_words() {
+        let name = "moves::four_processes_move [forky v2]";
+        for filter in ["moves::", "moves:: [forky", "four [forky v2]", ""] {
+            assert!(is_picked(name, filter), "{filter}");
+        }
+        assert!(!is_picked(name, "moves:: [forky]"));
+        assert!(!is_picked(name, "pauses:: four"));
+    }
+
+    #[test]
+    fn trials_of_a_suite_are_spread_over_the_queue() {
+        let queue = |groups: &[(Begins, &str)]| {
+            let groups = groups
+                .iter()
+                .map(|(begins, trials)| (*begins, trials.chars().collect()));
+            queue(groups.collect()).into_iter().collect::<String>()
+        };
+        let (first, spread, last) = (Begins::First, Begins::Spread, Begins::Last);
+        assert_eq!(
+            queue(&[(last, "xy"), (spread, "abc"), (first, "long")]),
+            "longabcxy"
+        );
+        assert_eq!(
+            queue(&[(spread, "abcdef"), (spread, "12"), (spread, "-")]),
+            "ab1c-de2f"
+        );
+        assert_eq!(queue(&[(spread, ""), (spread, "1")]), "1");
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //!
 //! Needs root.
 
-use std::process::{Child, ExitCode};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -205,11 +205,12 @@ fn a_bind_source_that_hangs_fails_create_and_not_the_pod(platform: Platform) -> 
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         an_environment_of_3_gib_is_refused_and_the_shim_stays_small [FORKY];
         a_process_chain_with_100000_descriptors_costs_nothing [FORKY];
         an_image_directory_that_hangs_blocks_nobody [FORKY];
         a_bind_source_that_hangs_fails_create_and_not_the_pod [FORKY];
     })
+    .last()
 }

@@ -6,7 +6,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -311,8 +310,8 @@ fn a_shared_network_is_released_when_the_container_ends(platform: Platform) -> R
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         connections_are_refused_by_name_and_kept_in_the_source [FORKY];
         closed_connections_end_in_the_copy_alone [FORKY];
         connections_inside_continue_in_a_network_of_the_containers_own [FORKY];

@@ -4,7 +4,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -156,8 +155,8 @@ fn such_a_file_outside_of_a_tmpfs_is_refused(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_file_with_a_deleted_name_and_another_one_moves [FORKY, TRIXIE, FORKY_V2, TRIXIE_V2];
         names_of_the_container_are_left_to_it [FORKY, TRIXIE];
         such_a_file_outside_of_a_tmpfs_is_refused [FORKY, TRIXIE];

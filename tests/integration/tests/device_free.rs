@@ -3,7 +3,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -391,8 +390,8 @@ fn devices_of_other_vendors_come_and_go(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_job_goes_on_without_a_gpu_and_with_another [FORKY, FORKY_V2];
         a_job_that_began_without_a_gpu_gets_the_targets_driver [FORKY, FORKY_V2];
         a_copy_of_the_sources_spec_gets_what_the_node_has [FORKY];

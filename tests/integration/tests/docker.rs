@@ -3,7 +3,6 @@
 //!
 //! Needs root. docker is Debian's: 28 with containerd 2.1, 26 with containerd 1.7.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -145,11 +144,12 @@ fn the_examples_work(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_day_with_it_is_as_with_the_stock_shim [FORKY, TRIXIE];
         containers_with_gpus_go_on_from_their_checkpoints [FORKY, TRIXIE];
         networks_of_its_own_are_in_the_way_of_a_start [FORKY, TRIXIE];
         the_examples_work [FORKY, TRIXIE];
     })
+    .only_in_all()
 }

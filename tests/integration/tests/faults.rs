@@ -1,8 +1,6 @@
 //! The quick part of the fault matrix (`cargo xtask faults` is the whole), and that CRIU's own faults reach
 //! it.
 
-use std::process::ExitCode;
-
 use anyhow::{Result, ensure};
 use firn_lab::faults::{quick, run};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, on};
@@ -49,9 +47,10 @@ fn criu_fault_in_containerds_environment_reaches_criu(platform: Platform) -> Res
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         after_any_fault_the_workload_runs_or_the_image_is_complete [TRIXIE];
         criu_fault_in_containerds_environment_reaches_criu [FORKY];
     })
+    .first()
 }

@@ -3,8 +3,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
-
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{
@@ -236,8 +234,8 @@ fn other_children_are_refused(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         children_move_with_their_parent [FORKY, TRIXIE];
         a_second_dump_into_one_directory_is_whole [FORKY, FORKY_V2];
         a_node_without_the_plugin_refuses [FORKY];

@@ -1,8 +1,6 @@
 //! Which GPUs a restored container gets: by the target's configuration, by a map there, or by the container's
 //! annotation.
 
-use std::process::ExitCode;
-
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, nothing_left, on};
 use firn_node::Platform;
@@ -135,8 +133,8 @@ fn maps_that_cannot_be_used_are_refused(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         the_configuration_chooses_the_gpu [FORKY];
         the_configuration_chooses_among_device_nodes [TRIXIE];
         a_map_in_the_configuration_swaps_two_gpus [FORKY];

@@ -3,8 +3,6 @@
 //!
 //! Needs root. The specs are those that the real tools write; only the driver is simulated.
 
-use std::process::ExitCode;
-
 use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, cases, matrix, on};
 use firn_node::Platform;
@@ -485,8 +483,8 @@ fn an_image_requests_no_more_than_the_operator_grants(platform: Platform) -> Res
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         firn_cdi_generate_serves_a_node_with_the_driver_alone [FORKY];
         requests_by_hook_and_by_variable_move [FORKY];
         device_nodes_and_privileged_containers_move [FORKY];

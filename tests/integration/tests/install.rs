@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
 use std::collections::BTreeSet;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -252,8 +251,8 @@ fn containerd_is_restarted_by_systemd(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_node_is_as_before_once_firn_is_removed [FORKY, TRIXIE_V2];
         a_configuration_that_was_not_there_goes_again [FORKY, TRIXIE];
         other_configurations_are_kept [FORKY, TRIXIE];

@@ -3,7 +3,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -546,8 +545,8 @@ fn ranks_move_once_their_hook_has_released_what_they_share(platform: Platform) -
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         hooks_are_called_with_what_has_changed [FORKY, TRIXIE];
         hooks_come_from_labels_of_the_image [FORKY];
         jobs_are_called_by_http_and_by_signal [FORKY];

@@ -1,7 +1,6 @@
 //! A restore whose CRIU or runc is killed or stands still: the client gets the cause, nothing of the
 //! container is left, no process has run on from half of its state, and the image restores afterwards.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -229,8 +228,8 @@ fn a_restore_without_gpu_whose_criu_or_runc_dies_leaves_nothing(platform: Platfo
     )
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_gpu_restore_whose_criu_or_runc_dies_leaves_nothing [FORKY, FORKY_V2, TRIXIE_V2];
         a_restore_without_gpu_whose_criu_or_runc_dies_leaves_nothing [FORKY, FORKY_V2, TRIXIE];
     })

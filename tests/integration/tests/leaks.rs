@@ -1,10 +1,9 @@
 //! Containers that come and go by the hundred leave nothing: no process, mount, cgroup, socket or file on the
 //! node, and no descriptor, thread or memory in a shim that lives through all of them.
 //!
-//! `FIRN_CYCLES=1000 cargo test -p firn-integration --test leaks -- --nocapture` is the whole; a plain run
+//! `FIRN_CYCLES=1000 cargo suites leaks:: --nocapture` is the whole; a plain run
 //! is shorter. The figures are printed.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -122,8 +121,9 @@ fn hundreds_of_containers_leave_nothing(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         hundreds_of_containers_leave_nothing [FORKY, TRIXIE_V2];
     })
+    .only_in_all()
 }

@@ -2,7 +2,6 @@
 //!
 //! Needs root. Every story uses `ctr` on real containerd, runc and CRIU; only the driver is simulated.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -310,8 +309,8 @@ fn a_copy_runs_next_to_its_source(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         an_nvml_monitor_moves_with_the_cuda_process [FORKY];
         a_process_moves_to_another_gpu [FORKY, TRIXIE, FORKY_V2, TRIXIE_V2];
         four_processes_move [FORKY, TRIXIE];

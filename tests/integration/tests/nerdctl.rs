@@ -5,7 +5,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -297,8 +296,8 @@ fn a_restore_into_a_container_that_fails_costs_nothing(platform: Platform) -> Re
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_day_with_it_is_as_with_the_stock_shim [FORKY];
         containers_with_gpus_go_on_from_their_checkpoints [FORKY];
         firns_commands_take_its_containers [FORKY];

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -339,7 +339,7 @@ fn systemd_serves_and_writes_metrics(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let cases = cases! {
         a_job_moves_between_nodes_with_the_package [FORKY, TRIXIE_V2];
         the_commands_of_the_readme_move_a_job [NOBLE_V2];
@@ -350,5 +350,5 @@ fn main() -> ExitCode {
         "manual_pages_render_without_warnings",
         manual_pages_render_without_warnings,
     );
-    matrix::run_with(&cases, [pages])
+    matrix::Suite::new(&cases).with([pages]).only_in_all()
 }

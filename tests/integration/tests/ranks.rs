@@ -4,7 +4,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -253,8 +252,8 @@ fn contradicting_nccl_settings_are_refused_at_create(platform: Platform) -> Resu
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         ranks_that_wait_for_each_other_are_locked_by_a_retry [FORKY];
         ranks_with_a_straggler_are_locked_each_time [FORKY];
         ranks_that_wait_for_one_that_never_comes_go_on [FORKY];

@@ -1,8 +1,6 @@
 //! Which GPUs a restore takes, by policy and by the NVLinks between them: on a node whose GPUs are joined
 //! otherwise than those of the source.
 
-use std::process::ExitCode;
-
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::Platform;
@@ -148,8 +146,8 @@ fn four_gpus_are_permuted_so_that_pairs_stay_linked(platform: Platform) -> Resul
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         linked_gpus_stay_linked_and_each_policy_holds [FORKY];
         older_drivers_restore_onto_the_same_gpu_or_refuse [FORKY];
         four_gpus_are_permuted_so_that_pairs_stay_linked [FORKY];

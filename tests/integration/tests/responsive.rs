@@ -6,7 +6,6 @@
 //! "At once" is an order here, never a time: the answer is there while the other call is still stuck.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -466,8 +465,8 @@ fn calls_do_not_wait_for_others(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         calls_do_not_wait_for_others [FORKY, FORKY_V2];
     })
 }

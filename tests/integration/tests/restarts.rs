@@ -1,7 +1,6 @@
 //! containerd is killed and started again under running containers: none is lost, nor is what they do
 //! meanwhile.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -179,8 +178,8 @@ fn pids(running: &[Container<'_>]) -> Result<Vec<i32>> {
     running.iter().map(Container::pid).collect()
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         containers_survive_restarts_of_containerd [TRIXIE, FORKY];
     })
 }

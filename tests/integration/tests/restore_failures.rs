@@ -2,7 +2,6 @@
 //! leaves nothing: no process, mount, cgroup or state, and an image that can be used again.
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Archive, Container, DRIVER, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
@@ -374,8 +373,8 @@ fn a_stopped_process_stays_stopped(platform: Platform) -> Result<()> {
     )
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         damaged_images_are_refused_before_runc_is_called [FORKY, TRIXIE];
         unfit_nodes_refuse_before_runc_is_called [FORKY, TRIXIE];
         too_few_gpus_are_refused_before_runc_is_called [FORKY];

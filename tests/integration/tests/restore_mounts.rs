@@ -2,8 +2,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
-
 use anyhow::{Result, ensure};
 use firn_lab::{Container, DRIVER, FIRN, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
 use firn_node::{Platform, Suite};
@@ -257,8 +255,8 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         programs_started_after_a_restore_find_the_driver [FORKY];
         read_only_mounts_are_read_only_after_a_restore [FORKY, TRIXIE];
         libraries_stay_where_the_checkpoint_has_them [FORKY];

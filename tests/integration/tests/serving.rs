@@ -3,8 +3,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
-
 use anyhow::{Context, Result, ensure};
 use firn_lab::{COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, on};
 use firn_node::Platform;
@@ -198,7 +196,7 @@ fn engines_release_memory_before_and_take_it_up_after(platform: Platform) -> Res
     })
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let cases = cases! {
         engines_release_memory_before_and_take_it_up_after [FORKY];
     };
@@ -206,5 +204,5 @@ fn main() -> ExitCode {
         "commands_have_the_annotations_of_the_files",
         commands_have_the_annotations_of_the_files,
     );
-    matrix::run_with(&cases, [page])
+    matrix::Suite::new(&cases).with([page])
 }

@@ -1,8 +1,6 @@
 //! The simulated driver behaves with CRIU as a real one does. Everything here runs with containerd's own
 //! shim: what firn does is done by hand, step by step, and left out to see what breaks.
 
-use std::process::ExitCode;
-
 use anyhow::{Result, ensure};
 use firn_lab::{Container, GpuHost, IMAGE, STOCK, SimGpu, cases, matrix, on};
 use firn_node::Platform;
@@ -334,8 +332,8 @@ fn device_rules_that_allow_too_much_spoil_the_next_move(platform: Platform) -> R
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         criu_dumps_only_processes_the_driver_has_checkpointed [FORKY, TRIXIE];
         gpu_restore_needs_the_device_node_and_its_cgroup_rule [FORKY, TRIXIE];
         checkpointed_gpu_memory_is_free_for_others [FORKY];

@@ -4,7 +4,6 @@
 //! Needs root, and Go to build the programs.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, FIRN, GpuHost, SimGpu, Skip, cases, matrix, on};
@@ -348,8 +347,8 @@ fn a_monitor_sees_whose_memory_it_is_before_and_after(platform: Platform) -> Res
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_cdi_file_of_the_toolkit_gives_gpus_that_move [FORKY];
         nvidias_runtime_has_nothing_left_to_do [FORKY];
         limits_of_gpu_memory_hold_on_the_new_gpu [FORKY_V2];

@@ -6,7 +6,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -258,8 +257,8 @@ fn a_connection_that_is_not_accepted_is_refused_by_name(platform: Platform) -> R
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_client_of_a_server_outside_is_refused_by_name_or_closed_in_the_copy [FORKY, TRIXIE];
         a_datagram_socket_is_closed_in_the_copy_alone [FORKY, TRIXIE];
         a_client_outside_loses_its_server_in_the_copy_alone [FORKY, TRIXIE];

@@ -7,7 +7,6 @@
 //! And firn's own upgrade: its programs are replaced while containers run under the shim that was there.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -329,8 +328,8 @@ fn gpu_containers_survive_an_upgrade_of_firn(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         containerd_2_3_sees_no_difference [FORKY];
         containers_survive_an_upgrade_of_containerd [FORKY, TRIXIE];
         containers_survive_an_upgrade_of_containerd_and_shim [FORKY, TRIXIE];

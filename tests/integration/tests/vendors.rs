@@ -3,7 +3,6 @@
 //!
 //! Needs root.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -309,8 +308,8 @@ fn a_dev_that_cannot_be_repaired(a: &GpuHost, b: &GpuHost, job: Container<'_>) -
     b.idle()
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         gpus_in_use_of_unknown_or_mixed_vendors_are_refused [FORKY];
         nodes_of_other_accelerators_do_not_change_a_restore [FORKY];
         amds_tracker_learns_of_the_end_of_a_restored_container [FORKY];

@@ -4,7 +4,6 @@
 //! firn, whose answer must be the same. On forky firn goes by its own name, on trixie it stands in under the
 //! stock shim's.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -421,8 +420,8 @@ fn a_shell_that_starts_programs_is_checkpointed(platform: Platform) -> Result<()
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         runs_are_as_with_the_stock_shim [FORKY, TRIXIE];
         a_lifecycle_is_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];

@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail};
 use firn_lab::{Built, Profile};
 use firn_node::{Store, Suite};
 use serde_json::Value;
@@ -80,9 +80,6 @@ pub struct Cmd {
     /// Archive to write. Default: `suites-SUITE.tar.xz` in the workspace's target directory.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Test programs to pack, by name. Default: all.
-    #[arg(long = "test")]
-    tests: Vec<String>,
     /// Pack release builds of what is tested, for benchmarks.
     #[arg(long)]
     release: bool,
@@ -98,12 +95,12 @@ pub fn run(cmd: Cmd) -> anyhow::Result<()> {
         .unwrap_or_else(|| target.join(format!("suites-{}.tar.xz", cmd.suite)));
     fs::create_dir_all(&target).context("make the target directory")?;
     let stage = tempfile::tempdir_in(&target)?;
-    let (bin, tests) = (stage.path().join("bin"), stage.path().join("tests"));
-    for dir in [&bin, &tests, &stage.path().join("node/roots")] {
+    let bin = stage.path().join("bin");
+    for dir in [&bin, &stage.path().join("node/roots")] {
         fs::create_dir_all(dir)?;
     }
     programs(&bin, cmd.release)?;
-    test_programs(&cmd.tests, &tests)?;
+    suites(&bin)?;
     let script = stage.path().join("run.sh");
     fs::write(&script, RUN)?;
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
@@ -149,32 +146,22 @@ fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
     copy_stripped(&own, bin).map(drop)
 }
 
-/// The test programs, under the names of their suites.
-fn test_programs(wanted: &[String], dir: &Path) -> anyhow::Result<()> {
+/// The program of the suites.
+fn suites(bin: &Path) -> anyhow::Result<()> {
     let mut cargo = cargo();
-    cargo.args(["test", "--no-run", "--locked", "--package", "firn-integration"]);
-    cargo.args(["--test", "*", "--message-format", "json-render-diagnostics"]);
+    cargo.args(["test", "--no-run", "--locked", "--workspace", "--test", "suites"]);
+    cargo.args(["--message-format", "json-render-diagnostics"]);
     let messages = output(cargo.current_dir(workspace()?))?;
-    let mut packed = 0;
     for line in messages.lines() {
         let message: Value = serde_json::from_str(line).context("read cargo's messages")?;
-        let (Some(program), Some(name)) =
+        if let (Some(program), Some("suites")) =
             (message["executable"].as_str(), message["target"]["name"].as_str())
-        else {
-            continue;
-        };
-        if wanted.is_empty() || wanted.iter().any(|wanted| wanted == name) {
-            let copy = copy_stripped(Path::new(program), dir)?;
-            fs::rename(copy, dir.join(name))?;
-            packed += 1;
+        {
+            let copy = copy_stripped(Path::new(program), bin)?;
+            return fs::rename(copy, bin.join("suites")).context("name the program");
         }
     }
-    ensure!(
-        packed >= wanted.len().max(1),
-        "not all of these are suites: {}",
-        wanted.join(", ")
-    );
-    Ok(())
+    bail!("cargo has built no suites")
 }
 
 fn copy_stripped(from: &Path, dir: &Path) -> anyhow::Result<PathBuf> {

@@ -3,14 +3,13 @@
 mod failures;
 mod flaky;
 mod outcome;
+mod programs;
 mod summary;
 
-use std::collections::VecDeque;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,9 +18,10 @@ use firn_lab::{TIER, Tier};
 use firn_node::{Store, Suite};
 use nix::unistd::geteuid;
 
-use crate::tools::{self, cargo_program, exit_code, in_path};
+use crate::tools::{self, exit_code, in_path};
 use crate::{fuzz, workspace};
 use outcome::{Outcome, Output, Verdict, through};
+use programs::Programs;
 
 /// Check and test what every commit has to pass, as CI does
 ///
@@ -42,21 +42,14 @@ pub struct Cmd {
     all: bool,
 }
 
-/// Trials of a suite that run at the same time: one more than processors, because a trial mostly waits for
-/// containerd, runc and CRIU.
+/// Trials of suites that run at the same time: a trial waits half of its time for containerd, runc and CRIU,
+/// and unit tests run next to them.
 fn trials() -> usize {
-    thread::available_parallelism().map_or(2, usize::from) + 1
+    2 * thread::available_parallelism().map_or(2, usize::from)
 }
 
-/// Suites that run at the same time: one leaves half of the processors idle.
-const SUITES: usize = 2;
-/// Suites that run one after the other next to them: they take longest, and mostly wait.
-const LONGEST: [&str; 3] = ["conformance", "cri", "leaks"];
-/// Suites that a commit does not need: of clients that call the same shim or firn-runc in other words, and of
-/// what takes long.
-const OF_ALL: [&str; 6] = ["cluster", "crio", "docker", "leaks", "package", "podman"];
-/// Measures how long a shim takes to answer, so it begins when the rest is almost done.
-const LAST: &str = "bounds";
+/// Programs of suites: `cluster` is for all of it alone.
+const SUITES: [&str; 2] = ["suites", "cluster"];
 
 type Work = Box<dyn FnOnce(&mut Output) -> Result<Outcome> + Send>;
 
@@ -80,21 +73,17 @@ impl Check {
         }
     }
 
-    /// A check that runs tests by cargo, with these arguments, as much of them as the tier has.
-    fn tests(name: impl Into<String>, arguments: &[&str], tier: Tier) -> Self {
-        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let once = ["--", "--test-threads=1", "--exact"].map(str::to_owned);
-        let before = arguments.iter().take_while(|argument| *argument != "--").cloned();
-        let again = before.chain(once).collect();
-        let work = move |out: &mut Output| {
-            let mut cargo = tools::cargo();
-            cargo.args(&arguments).env(TIER, tier.as_str());
-            cargo.current_dir(workspace()?);
-            through(cargo, out)
-        };
+    /// With arguments of `cargo test` that choose the programs whose single tests are run again.
+    fn again(self, programs: &[&str]) -> Self {
+        let words = [
+            &["test", "--locked"],
+            programs,
+            &["--", "--test-threads=1", "--exact"],
+        ]
+        .concat();
         Self {
-            again: Some(again),
-            ..Self::new(name, work)
+            again: Some(words.into_iter().map(str::to_owned).collect()),
+            ..self
         }
     }
 
@@ -131,31 +120,26 @@ struct Plan {
     lanes: Vec<Lane>,
 }
 
-/// Checks of which so many are made at the same time, in this order.
+/// Checks that are made one after the other.
 struct Lane {
-    at_a_time: usize,
-    checks: Mutex<VecDeque<Check>>,
+    checks: Vec<Check>,
+    /// Whether what they print is shown at once; else at the end of each check.
+    at_once: bool,
 }
 
 impl Lane {
-    fn new(at_a_time: usize, checks: Vec<Check>) -> Self {
+    fn new(checks: Vec<Check>) -> Self {
         Self {
-            at_a_time,
-            checks: Mutex::new(checks.into()),
+            checks,
+            at_once: false,
         }
-    }
-
-    fn next(&self) -> Option<Check> {
-        self.checks
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop_front()
     }
 }
 
 impl Plan {
     /// Without `cmd`'s options: with the suites, and without what only a run of all has.
     fn new(cmd: &Cmd) -> Result<Self> {
+        let (tests, built) = (Programs::default(), Programs::default());
         let mut first = vec![
             Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
             Check::new("format of the fuzz targets", |out| {
@@ -163,42 +147,40 @@ impl Plan {
             }),
             Check::new("dependencies", deny),
             Check::new("advisories", advisories),
+            Check::new("lints", |out| cargo(out, &LINTS)),
+            tests.build("build of the tests", &["test", "--no-run"]),
+            built.build("build of the programs", &["build"]),
+        ];
+        let others = vec![
+            programs::unit_tests(&tests, &SUITES),
+            Check::new("words", move |out| {
+                through(built.named("firn-words")?.command(), out)
+            }),
+            Check::new("scripts for GPU machines", scripts),
         ];
         if cmd.fast {
-            first.push(Check::new("lints", |out| cargo(out, &LINTS)));
-            first.push(build(&UNIT_TESTS));
             return Ok(Self {
                 first,
-                lanes: vec![Lane::new(1, unit_tests())],
+                lanes: vec![Lane::new(others)],
             });
         }
         // Made from now on, while the tests are built: that mostly waits for the mirror and the disk.
         let made = thread::spawn(roots);
-        first.push(build(&UNIT_TESTS));
-        first.push(build(&SUITE_TESTS));
         first.push(Check::new("roots of the test nodes", |_| {
             made.join().unwrap_or_else(|_| bail!("making the roots panicked"))
         }));
         let tier = if cmd.all { Tier::All } else { Tier::Commit };
-        let mut suites = suites(&workspace()?.join("tests/integration/tests"))?;
-        suites.retain(|suite| tier == Tier::All || !OF_ALL.contains(&suite.as_str()));
-        let (longest, suites): (Vec<_>, Vec<_>) = suites
-            .into_iter()
-            .partition(|suite| LONGEST.contains(&suite.as_str()));
-        let mut low_priority = vec![Check::new("lints", lints_at_low_priority)];
+        let mut lanes = vec![Lane::new(others)];
+        let mut suites = vec![suites("suites", &tests, tier)];
         if tier == Tier::All {
-            low_priority.push(Check::new("fuzz targets", fuzzed));
+            suites.push(self::suites("cluster", &tests, tier));
+            lanes.push(Lane::new(vec![Check::new("fuzz targets", fuzzed)]));
         }
-        let suite = |name| suite(name, tier);
-        Ok(Self {
-            first,
-            lanes: vec![
-                Lane::new(1, longest.into_iter().map(suite).collect()),
-                Lane::new(SUITES, suites.into_iter().map(suite).collect()),
-                Lane::new(1, unit_tests()),
-                Lane::new(1, low_priority),
-            ],
-        })
+        lanes.push(Lane {
+            checks: suites,
+            at_once: true,
+        });
+        Ok(Self { first, lanes })
     }
 
     /// Makes all checks, also after one that failed.
@@ -210,12 +192,8 @@ impl Plan {
             done.push(check.run(&mut Output::Terminal)?);
         }
         let lanes = thread::scope(|scope| {
-            let workers: Vec<_> = self
-                .lanes
-                .iter()
-                .flat_map(|lane| (0..lane.at_a_time).map(move |_| lane))
-                .map(|lane| scope.spawn(|| in_lane(lane)))
-                .collect();
+            let lanes = self.lanes.into_iter();
+            let workers: Vec<_> = lanes.map(|lane| scope.spawn(|| in_lane(lane))).collect();
             let ends = workers.into_iter().map(|worker| match worker.join() {
                 Ok(done) => done,
                 Err(_) => bail!("a check panicked"),
@@ -230,16 +208,20 @@ impl Plan {
     }
 }
 
-/// Makes checks of the lane until none is left. What each prints is shown at its end.
-fn in_lane(lane: &Lane) -> Result<Vec<Done>> {
+/// Makes the checks of a lane.
+fn in_lane(lane: Lane) -> Result<Vec<Done>> {
     let mut done = Vec::new();
-    while let Some(check) = lane.next() {
+    for check in lane.checks {
         println!("== {} begins", check.name);
-        let mut out = Output::Buffer(Vec::new());
+        let mut out = if lane.at_once {
+            Output::Terminal
+        } else {
+            Output::Buffer(Vec::new())
+        };
         let made = check.run(&mut out)?;
         let mut terminal = io::stdout().lock();
-        writeln!(terminal, "\n== {}", made.name)?;
         if let Output::Buffer(out) = out {
+            writeln!(terminal, "\n== {}", made.name)?;
             terminal.write_all(&out)?;
         }
         done.push(made);
@@ -247,9 +229,6 @@ fn in_lane(lane: &Lane) -> Result<Vec<Done>> {
     Ok(done)
 }
 
-/// Of all crates but the suites.
-const UNIT_TESTS: [&str; 5] = ["test", "--workspace", "--exclude", "firn-integration", "--locked"];
-const SUITE_TESTS: [&str; 4] = ["test", "--package", "firn-integration", "--locked"];
 const LINTS: [&str; 7] = [
     "clippy",
     "--workspace",
@@ -260,71 +239,17 @@ const LINTS: [&str; 7] = [
     "warnings",
 ];
 
-/// Separate from running the tests, so that the summary shows how long the build takes.
-fn build(tests: &'static [&str]) -> Check {
-    let what = if tests == SUITE_TESTS {
-        "suites"
-    } else {
-        "unit tests"
-    };
-    Check::new(format!("build of the {what}"), move |out| {
-        cargo(out, &[tests, &["--no-run"]].concat())
-    })
-}
-
-/// The checks that need no test nodes.
-fn unit_tests() -> Vec<Check> {
-    vec![
-        Check::tests(
-            "unit tests",
-            &[&UNIT_TESTS[..], &["--no-fail-fast"]].concat(),
-            Tier::All,
-        ),
-        Check::tests(
-            "unit tests of the lab",
-            &[&SUITE_TESTS[..], &["--lib"]].concat(),
-            Tier::All,
-        ),
-        Check::new("words", |out| {
-            cargo(out, &["run", "--quiet", "--package", "firn-words", "--locked"])
-        }),
-        Check::new("scripts for GPU machines", scripts),
-    ]
-}
-
-/// In a target directory of its own: cargo runs one build at a time in each.
-fn lints_at_low_priority(out: &mut Output) -> Result<Outcome> {
-    let dir = workspace()?.join("target/lints");
-    let mut cargo = fuzz::Priority::Low.command(cargo_program());
-    cargo
-        .args(LINTS)
-        .env("CARGO_TARGET_DIR", dir)
-        .current_dir(workspace()?);
-    through(cargo, out)
-}
-
-/// A check per suite, so that the summary shows how long each takes.
-fn suite(suite: String, tier: Tier) -> Check {
-    let trials = format!("--test-threads={}", trials());
-    let arguments = [&SUITE_TESTS[..], &["--test", &suite, "--", &trials]].concat();
-    Check::tests(format!("suite {suite}"), &arguments, tier)
-}
-
-/// The test programs in a crate's directory `tests`: files, and directories with a `main.rs`. In the order in
-/// which they begin.
-fn suites(dir: &Path) -> Result<Vec<String>> {
-    let mut suites = Vec::new();
-    for entry in fs::read_dir(dir).with_context(|| format!("list {}", dir.display()))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "rs") || path.join("main.rs").is_file() {
-            suites.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
-        }
-    }
-    suites.sort_by_key(|suite| {
-        let longest = LONGEST.iter().position(|long| long == suite);
-        (longest.unwrap_or(LONGEST.len()), suite == LAST, suite.clone())
+/// The check that runs a program of suites, as much of it as the tier has.
+fn suites(program: &'static str, tests: &Programs, tier: Tier) -> Check {
+    let tests = tests.clone();
+    let check = Check::new(program, move |out| {
+        let mut suites = tests.named(program)?.command();
+        suites
+            .arg(format!("--test-threads={}", trials()))
+            .env(TIER, tier.as_str());
+        through(suites, out)
     });
-    Ok(suites)
+    check.again(&["--workspace", "--test", program])
 }
 
 /// Runs all checks, also after one that failed, and prints a summary.
@@ -418,18 +343,4 @@ fn cargo(out: &mut Output, arguments: &[&str]) -> Result<Outcome> {
     let mut cargo = tools::cargo();
     cargo.args(arguments).current_dir(workspace()?);
     through(cargo, out)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_suite_is_run() {
-        let dir = workspace().unwrap().join("tests/integration/tests");
-        let suites = suites(&dir).unwrap();
-        assert!(suites.iter().any(|suite| suite == "moves"), "{suites:?}");
-        assert!(suites.starts_with(&LONGEST.map(str::to_owned)), "{suites:?}");
-        assert_eq!(suites.last().map(String::as_str), Some(LAST));
-    }
 }

@@ -30,7 +30,7 @@ fn main() -> ExitCode {
             on_cluster(&cluster, name, *story).with_context(|| name.to_owned())
         })
     });
-    matrix::run_with(&[], trials)
+    matrix::run([("cluster", matrix::Suite::new(&[]).with(trials))])
 }
 
 /// Runs a story on the cluster, which is made for the first. One in which a story has failed is not used

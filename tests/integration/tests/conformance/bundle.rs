@@ -5,8 +5,8 @@ use firn_lab::{BUNDLES, Task};
 use firn_node::wait_for;
 use serde_json::Value;
 
-use crate::manual::STEP;
-use crate::{On, Place, Point};
+use crate::conformance::manual::STEP;
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same("1.2 bundle: files of a container", "p 700 log", files),

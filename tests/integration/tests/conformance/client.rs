@@ -16,7 +16,7 @@ use firn_node::wait_for;
 use protobuf::well_known_types::any::Any;
 use serde_json::{Value, json};
 
-use crate::Place;
+use crate::conformance::Place;
 
 /// How long anything here may take.
 pub const LIMIT: Duration = Duration::from_secs(60);

@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use firn_lab::Event;
 use firn_node::wait_for;
 
-use crate::raw::{IMAGE, LIMIT, Raw};
-use crate::{Place, Point};
+use crate::conformance::raw::{IMAGE, LIMIT, Raw};
+use crate::conformance::{Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

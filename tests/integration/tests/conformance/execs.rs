@@ -10,8 +10,8 @@ use containerd_shim_protos::protobuf::MessageField;
 use firn_node::wait_for;
 use serde_json::json;
 
-use crate::raw::{LIMIT, Raw, process};
-use crate::{Place, Point};
+use crate::conformance::raw::{LIMIT, Raw, process};
+use crate::conformance::{Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

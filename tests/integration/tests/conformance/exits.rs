@@ -4,9 +4,9 @@ use anyhow::{Result, ensure};
 use firn_lab::describe;
 use firn_node::{CgroupMode, Process, wait_for};
 
-use crate::raw::{LIMIT, Raw, pid};
-use crate::task::without_pid_namespace;
-use crate::{On, Place, Point};
+use crate::conformance::raw::{LIMIT, Raw, pid};
+use crate::conformance::task::without_pid_namespace;
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

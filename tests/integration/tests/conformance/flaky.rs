@@ -73,20 +73,18 @@ impl FlakyTrials {
         flaky.push(format!("{name}: {}", output.join(" | ")));
     }
 
-    /// Prints every flaky trial, one line each; returns whether they are few enough.
-    pub fn report(&self) -> bool {
+    /// Prints every flaky trial, one line each, and fails if they are too many.
+    pub fn report(&self) -> Result<()> {
         let flaky = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for line in flaky.iter() {
             println!("flaky: {line}");
         }
-        let few = few_enough(flaky.len());
-        if !few {
-            println!(
-                "---- {} trials are flaky ----\nno more than {ALLOWED} may be",
-                flaky.len()
-            );
-        }
-        few
+        ensure!(
+            few_enough(flaky.len()),
+            "{} trials of conformance are flaky, no more than {ALLOWED} may be",
+            flaky.len()
+        );
+        Ok(())
     }
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use firn_lab::{BUNDLES, CommandOutput, Container, GpuHost, IMAGE, STOCK, SimGpu, Tier};
 use firn_node::{Cgroup, Node, Platform, wait_for};
 
-use crate::manual::STEP;
+use crate::conformance::manual::STEP;
 
 /// Every platform that this machine can have.
 pub const PLATFORMS: [Platform; 6] = [

@@ -4,8 +4,8 @@ use anyhow::{Context, Result};
 use firn_lab::describe;
 use serde_json::Value;
 
-use crate::raw::{Raw, deleted};
-use crate::{On, Place, Point};
+use crate::conformance::raw::{Raw, deleted};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use firn_lab::{BUNDLES, describe};
 use firn_node::wait_for;
 
-use crate::client::{Client, Fifo, ID, LIMIT, Stdio, clean, logged, logger, path, text};
-use crate::{On, Place, Point};
+use crate::conformance::client::{Client, Fifo, ID, LIMIT, Stdio, clean, logged, logger, path, text};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

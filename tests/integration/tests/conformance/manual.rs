@@ -21,7 +21,7 @@ use firn_node::wait_for;
 use protobuf::{Message, MessageField};
 use serde_json::{Value, json};
 
-use crate::Place;
+use crate::conformance::Place;
 
 /// containerd's gRPC socket, part of the name of a shim's.
 pub const ADDRESS: &str = "/run/containerd/containerd.sock";

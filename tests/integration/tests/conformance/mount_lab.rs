@@ -9,7 +9,7 @@ use containerd_shim_protos::types::mount::Mount;
 use firn_lab::{Container, Task, describe, nothing_left};
 use serde_json::{Value, json};
 
-use crate::Place;
+use crate::conformance::Place;
 
 /// Where the points keep what they mount, on the node.
 pub const HERE: &str = "/run/mount-points";

@@ -9,9 +9,9 @@ use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse};
 use firn_lab::describe;
 
-use crate::manual::STEP;
-use crate::mount_lab::{HERE, ID, Lab, bind, brief, mount};
-use crate::{On, Place, Point};
+use crate::conformance::manual::STEP;
+use crate::conformance::mount_lab::{HERE, ID, Lab, bind, brief, mount};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use firn_lab::{BUNDLES, Container};
 use firn_node::wait_for;
 
-use crate::client::{Client, ID, Stdio};
-use crate::{On, Place, Point};
+use crate::conformance::client::{Client, ID, Stdio};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same("1.9 OOM: of init", "create start oom exit, code 137", of_init).on(On::Memory),

@@ -9,8 +9,8 @@ use containerd_shim_protos::shim::oci::Options;
 use firn_lab::{Task, any, describe};
 use serde_json::Value;
 
-use crate::manual::{Bundle, RUNC_OPTIONS};
-use crate::{Place, Point};
+use crate::conformance::manual::{Bundle, RUNC_OPTIONS};
+use crate::conformance::{Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same("1.3 options: all that runc is called with", "--no-pivot", calls),

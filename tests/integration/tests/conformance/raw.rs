@@ -17,7 +17,7 @@ use firn_lab::{BUNDLES, Container, Pending, Task, describe, nothing_left};
 use firn_node::wait_for;
 use serde_json::{Value, json};
 
-use crate::Place;
+use crate::conformance::Place;
 
 /// Where the bundles of raw containers are.
 const DIR: &str = "/run/raw";

@@ -10,7 +10,7 @@ use firn_lab::{Container, STOCK, Task, describe, failure, nothing_left};
 use firn_node::wait_for;
 use serde_json::json;
 
-use crate::{On, Place, Point};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

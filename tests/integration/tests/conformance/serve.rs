@@ -11,8 +11,8 @@ use firn_node::wait_for;
 use protobuf::Message;
 use serde_json::{Value, json};
 
-use crate::manual::{Bundle, RUNC_OPTIONS, STEP};
-use crate::{On, Place, Point};
+use crate::conformance::manual::{Bundle, RUNC_OPTIONS, STEP};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -9,8 +9,8 @@ use protobuf::Message;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::manual::{ADDRESS, Bundle, Done, RUNC_OPTIONS, STEP};
-use crate::{On, Place, Point};
+use crate::conformance::manual::{ADDRESS, Bundle, Done, RUNC_OPTIONS, STEP};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 
-use crate::raw::{IMAGE, Raw};
-use crate::{Place, Point};
+use crate::conformance::raw::{IMAGE, Raw};
+use crate::conformance::{Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -8,8 +8,8 @@ use firn_lab::{Container, Task, describe};
 use protobuf::reflect::{ReflectFieldRef, ReflectValueRef};
 use protobuf::{Message, MessageDyn};
 
-use crate::client::{Client, ID, Stdio};
-use crate::{On, Place, Point};
+use crate::conformance::client::{Client, ID, Stdio};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

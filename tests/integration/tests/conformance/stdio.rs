@@ -7,9 +7,9 @@ use firn_lab::{BUNDLES, describe};
 use firn_node::wait_for;
 use sha2::{Digest, Sha256};
 
-use crate::client::{Client, Fifo, ID, LIMIT, Stdio, path};
-use crate::stdio_files::{file_appended, file_exec, file_made, file_refused, unknown_scheme};
-use crate::{On, Place, Point};
+use crate::conformance::client::{Client, Fifo, ID, LIMIT, Stdio, path};
+use crate::conformance::stdio_files::{file_appended, file_exec, file_made, file_refused, unknown_scheme};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same("1.7 null: an exec without paths", "1:3 1:3 1:3", null_exec).on(On::EachDaemon),

@@ -7,9 +7,9 @@ use anyhow::Result;
 use firn_lab::{BUNDLES, Container, failure};
 use firn_node::wait_for;
 
-use crate::Place;
-use crate::client::{Client, ID, LIMIT, Stdio, clean, logged, path};
-use crate::stdio::sorted;
+use crate::conformance::Place;
+use crate::conformance::client::{Client, ID, LIMIT, Stdio, clean, logged, path};
+use crate::conformance::stdio::sorted;
 
 pub fn file_made(place: &Place<'_>) -> Result<String> {
     let log = path("deep/er/log");

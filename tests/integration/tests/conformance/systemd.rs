@@ -7,9 +7,9 @@ use firn_lab::{Container, STOCK, Task, describe, failure};
 use firn_node::wait_for;
 use serde_json::Value;
 
-use crate::manual::Bundle;
-use crate::runtimes::checkpoint_and_restore;
-use crate::{On, Place, Point};
+use crate::conformance::manual::Bundle;
+use crate::conformance::runtimes::checkpoint_and_restore;
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

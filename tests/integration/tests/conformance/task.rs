@@ -11,8 +11,8 @@ use firn_lab::{BUNDLES, Task, describe};
 use firn_node::wait_for;
 use serde_json::Value;
 
-use crate::raw::{LIMIT, Raw, at, ok, pid, request};
-use crate::{On, Place, Point};
+use crate::conformance::raw::{LIMIT, Raw, at, ok, pid, request};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -12,9 +12,9 @@ use firn_lab::{Container, Task, any};
 use protobuf::Message;
 use serde_json::Value;
 
-use crate::hosts::Shim;
-use crate::manual::{Bundle, RUNC_OPTIONS};
-use crate::{On, Place, Point};
+use crate::conformance::hosts::Shim;
+use crate::conformance::manual::{Bundle, RUNC_OPTIONS};
+use crate::conformance::{On, Place, Point};
 
 pub const POINTS: &[Point] = &[
     Point::same(

@@ -8,9 +8,9 @@ use firn_lab::{LOG, Lines, Outcome, SimGpu, failure};
 use firn_node::{Suite, wait_for};
 use serde_json::json;
 
-use crate::Point;
-use crate::client::{BUNDLES, CLIENT, Cri, Ctr, IMAGE, Pod};
-use crate::hosts::Way;
+use crate::cri::Point;
+use crate::cri::client::{BUNDLES, CLIENT, Cri, Ctr, IMAGE, Pod};
+use crate::cri::hosts::Way;
 
 pub const POINTS: &[Point] = &[
     Point::new(

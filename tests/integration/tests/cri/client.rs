@@ -9,7 +9,7 @@ use firn_lab::{GpuHost, SimGpu};
 use firn_node::{Remnants, wait_for};
 use serde_json::{Value, json};
 
-use crate::hosts::Way;
+use crate::cri::hosts::Way;
 
 /// Where the client is on a node.
 pub const CLIENT: &str = "/usr/local/bin/cri-client";

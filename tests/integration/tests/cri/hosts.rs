@@ -10,7 +10,7 @@ use anyhow::{Context, Result, anyhow};
 use firn_lab::{FIRN, GpuHost, STOCK, SimGpu, configure_pods, import_pod_images, install_network_plugin};
 use firn_node::{GoOptions, Node, Platform, Suite, go_build};
 
-use crate::client::{CLIENT, Cri};
+use crate::cri::client::{CLIENT, Cri};
 
 const RUNTIME_CLASS: &str = include_str!("../../../../config/kubernetes/runtimeclass.yaml");
 /// Where runc keeps its state under the handler that has options of its own.

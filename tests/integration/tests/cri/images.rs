@@ -7,10 +7,10 @@ use firn_lab::Outcome;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::Point;
-use crate::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::client::{Cri, annotated};
-use crate::named::{cold, counter, is_cold, on_gpu, refused, refused_in};
+use crate::cri::Point;
+use crate::cri::checkpoints::{ARCHIVE, checkpoint, computes};
+use crate::cri::client::{Cri, annotated};
+use crate::cri::named::{cold, counter, is_cold, on_gpu, refused, refused_in};
 
 pub const POINTS: &[Point] = &[
     Point::new(

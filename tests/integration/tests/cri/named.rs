@@ -7,9 +7,9 @@ use firn_lab::{LOG, Outcome, failure};
 use firn_node::wait_for;
 use serde_json::{Value, json};
 
-use crate::Point;
-use crate::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::client::{Cri, Pod};
+use crate::cri::Point;
+use crate::cri::checkpoints::{ARCHIVE, checkpoint, computes};
+use crate::cri::client::{Cri, Pod};
 
 pub const POINTS: &[Point] = &[
     Point::new(

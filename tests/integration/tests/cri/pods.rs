@@ -7,9 +7,9 @@ use firn_lab::failure;
 use firn_node::{Suite, wait_for};
 use serde_json::{Value, json};
 
-use crate::Point;
-use crate::client::{BUNDLES, Cri, Ctr, Pod};
-use crate::hosts::Way;
+use crate::cri::Point;
+use crate::cri::client::{BUNDLES, Cri, Ctr, Pod};
+use crate::cri::hosts::Way;
 
 pub const POINTS: &[Point] = &[
     Point::new(

@@ -4,9 +4,9 @@ use anyhow::Result;
 use firn_node::CgroupMode;
 use serde_json::{Value, json};
 
-use crate::Point;
-use crate::client::{Cri, PARENT};
-use crate::pods::SLEEP;
+use crate::cri::Point;
+use crate::cri::client::{Cri, PARENT};
+use crate::cri::pods::SLEEP;
 
 pub const POINTS: &[Point] = &[
     Point::new(

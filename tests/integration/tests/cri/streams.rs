@@ -4,9 +4,9 @@ use anyhow::Result;
 use firn_lab::failure;
 use serde_json::json;
 
-use crate::Point;
-use crate::client::{Cri, LOGS};
-use crate::pods::SLEEP;
+use crate::cri::Point;
+use crate::cri::client::{Cri, LOGS};
+use crate::cri::pods::SLEEP;
 
 pub const POINTS: &[Point] = &[
     Point::new(

@@ -7,10 +7,10 @@ use firn_lab::{Built, LOG, failure};
 use firn_node::{Image, wait_for};
 use serde_json::{Value, json};
 
-use crate::Point;
-use crate::checkpoints::computes;
-use crate::client::{Cri, Ctr, Pod};
-use crate::named::{FROM, allowed, cold, on_gpu};
+use crate::cri::Point;
+use crate::cri::checkpoints::computes;
+use crate::cri::client::{Cri, Ctr, Pod};
+use crate::cri::named::{FROM, allowed, cold, on_gpu};
 
 /// Found before the node's own.
 const CRIU: &str = "/usr/local/sbin/criu";

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use firn_lab::{GpuHost, IMAGE, SimGpu, Skip, install_network_plugin};
 use firn_node::{GoOptions, Node, Platform, c_build_of, go_build_of, go_install, go_lacks, wait_for};
 
-use crate::client::LIMIT;
+use crate::crio::client::LIMIT;
 
 pub const VERSION: &str = "v1.34.0";
 const MODULE: &str = "github.com/cri-o/cri-o";

@@ -9,8 +9,8 @@ use firn_lab::SimGpu;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::job::Job;
-use crate::{MEMORY, TRUNCATED, UNREADABLE, shim_memory};
+use crate::damaged_images::job::Job;
+use crate::damaged_images::{MEMORY, TRUNCATED, UNREADABLE, shim_memory};
 
 /// The manifest of the image with another body, and a checksum that fits. Its needs are those of an image
 /// with GPUs and large memory.

@@ -12,7 +12,7 @@ use firn_documents::root;
 use firn_lab::{COUNTER, Claims, CommandOutput, Container, FIRN, GpuHost, IMAGE, on};
 use firn_node::{Platform, link, wait_for};
 
-use crate::{needs_pages, pair};
+use crate::guide::{needs_pages, pair};
 
 /// `examples/ctr/one-node.sh`, on the same GPU and onto the other one.
 pub fn one_node_works(platform: Platform) -> Result<()> {

@@ -7,7 +7,7 @@ use firn_lab::{Container, GpuHost, failure, on};
 use firn_node::{Platform, wait_for};
 use serde_json::{Value, json};
 
-use super::{DIR, LIMIT, history, host, outcomes, phases};
+use super::{DIR, LIMIT, history, history_of, host, outcomes, phases};
 
 /// Fails the next checkpoint in the driver.
 const FAULT: [&str; 6] = [
@@ -39,7 +39,11 @@ pub fn transactions_are_kept_with_phases_and_codes(platform: Platform) -> Result
         job.remove()?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
         copy.goes_on(3)?;
-        let all = history(host, &[])?;
+        let all = wait_for("the restore in the history", LIMIT, || {
+            let all = history(host, &[])?;
+            let is_last = outcomes(&all).iter().any(|kind| kind == "restore done");
+            Ok(is_last.then_some(all))
+        })?;
         // ctr pauses and resumes its container around a checkpoint: this one gives its GPU free then.
         let kinds = outcomes(&all);
         for expected in ["checkpoint done", "pause done", "resume done", "restore done"] {
@@ -215,7 +219,7 @@ pub fn a_full_disk_costs_the_history_alone(platform: Platform) -> Result<()> {
         );
         node.run(&["rm", &format!("{DIR}/fill")])?;
         job.checkpoint("checkpoint/b")?;
-        let kept = outcomes(&history(host, &[])?);
+        let kept = outcomes(&history_of(host, &[], 2)?);
         ensure!(kept.len() >= 2 && kept.len() < 8, "{kept:?}");
         ensure!(kept.iter().all(|kept| kept == "checkpoint done"), "{kept:?}");
         let text = node.read(format!("{DIR}/transactions.jsonl"))?;
@@ -250,7 +254,7 @@ pub fn the_history_is_bounded_whatever_is_in_it(platform: Platform) -> Result<()
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         job.checkpoint("checkpoint/job")?;
-        let all = history(host, &[])?;
+        let all = history_of(host, &[], 401)?;
         ensure!(all.len() == 401, "{} entries", all.len());
         ensure!(all[0]["container"] == hostile, "{}", all[0]);
         ensure!(history(host, &["job"])?.len() == 1, "the new entry is missing");

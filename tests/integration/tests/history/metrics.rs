@@ -9,7 +9,7 @@ use firn_lab::{Container, GpuHost, failure, on};
 use firn_node::{Platform, wait_for};
 
 use super::network::request;
-use super::{LIMIT, host};
+use super::{LIMIT, history_of, host};
 
 const FILE: &str = "/var/lib/textfile/firn.prom";
 
@@ -45,6 +45,7 @@ pub fn metrics_are_scraped_and_written(platform: Platform) -> Result<()> {
         ensure!(has(&first, "firn_gpu_containers{state=\"running\"} 1"), "{first}");
         ensure!(!first.contains("firn_transactions_total"), "{first}");
         job.task(&["pause"])?;
+        history_of(host, &[], 1)?;
         let parked = scrape()?;
         let (head, text) = parked.split_once("\r\n\r\n").context("no head")?;
         ensure!(head.starts_with("HTTP/1.1 200 OK"), "{head}");

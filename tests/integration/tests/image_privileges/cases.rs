@@ -7,8 +7,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::GPU;
-use crate::wire::{Message, edit, edit_all, named};
+use crate::image_privileges::GPU;
+use crate::image_privileges::wire::{Message, edit, edit_all, named};
 
 /// A file of the node that a cgroup property leads to.
 pub const HOST_FILE: &str = "/tmp/of-the-host";

@@ -1,4 +1,4 @@
-//! The same images through each front end: what containerd's shim refuses ([`crate::refused`]), the others
+//! The same images through each front end: what containerd's shim refuses ([`super::refused`]), the others
 //! refuse.
 //!
 //! `firn restore` takes the spec from the image. firn-runc gets a bundle as CRI-O writes it: with CRI-O's
@@ -12,8 +12,8 @@ use firn_lab::{Archive, BUNDLES, GpuHost, failure, nothing_left, on};
 use firn_node::Platform;
 use serde_json::{Value, json};
 
-use crate::cases::{CASES, HOST_FILE};
-use crate::{GPU, HOSTILE, PLAIN, make, sign, testbed};
+use crate::image_privileges::cases::{CASES, HOST_FILE};
+use crate::image_privileges::{GPU, HOSTILE, PLAIN, make, sign, testbed};
 
 /// Where firn-runc gets its bundles and its image.
 const DIR: &str = "/srv/fronts";

@@ -4,8 +4,8 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, FIRN, GpuHost, STOCK, SimGpu, failure, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
-use crate::cases::{CASES, HOST_FILE, VICTIM};
-use crate::{GPU, HOSTILE, LIMIT, images, make, restores};
+use crate::image_privileges::cases::{CASES, HOST_FILE, VICTIM};
+use crate::image_privileges::{GPU, HOSTILE, LIMIT, images, make, restores};
 
 /// firn-hook as it is, but for the first comparison, which finds nothing.
 const BLIND: &str = "#!/bin/bash

@@ -9,8 +9,8 @@ use firn_lab::{Archive, BUNDLES, Container, FIRN, GpuHost, IMAGE, nothing_left, 
 use firn_node::Platform;
 use serde_json::Value;
 
-use crate::fronts::{bundle_of, firn_restore, firn_runc, is_refused, lay};
-use crate::{GPU, HOSTILE, testbed};
+use crate::image_privileges::fronts::{bundle_of, firn_restore, firn_runc, is_refused, lay};
+use crate::image_privileges::{GPU, HOSTILE, testbed};
 
 const EVIL: &str = "/srv/evil/criu.conf";
 /// Under the name that firn gives its own file in a bundle.

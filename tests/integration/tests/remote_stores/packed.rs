@@ -5,7 +5,7 @@ use std::fs;
 use anyhow::{Result, ensure};
 use firn_store::{Digest, Packing, Store};
 
-use crate::{EXTENTS, Lab, OBJECTS, SIZE, URL};
+use crate::remote_stores::{EXTENTS, Lab, OBJECTS, SIZE, URL};
 
 /// Keys in files that are the user's alone, and their paths.
 fn keys(lab: &Lab) -> Result<[String; 2]> {
@@ -75,7 +75,11 @@ pub fn an_encrypted_bucket_shows_nothing_without_its_key() -> Result<()> {
             &[first],
         )?;
         let found = lab.firn("a", &verify)?;
-        ensure!(found.status.code() == Some(1), "{}", crate::all(&found));
+        ensure!(
+            found.status.code() == Some(1),
+            "{}",
+            crate::remote_stores::all(&found)
+        );
     }
     Ok(())
 }

@@ -6,8 +6,8 @@ use anyhow::{Result, ensure};
 use firn_lab::{Skip, answer};
 use tempfile::TempDir;
 
-use crate::gateway::Gateway;
-use crate::{BUCKET, EXTENTS, Lab, SIZE, URL, refused};
+use crate::remote_stores::gateway::Gateway;
+use crate::remote_stores::{BUCKET, EXTENTS, Lab, SIZE, URL, refused};
 
 /// A certificate of this machine, and its key, which nobody knows.
 struct Certificate(TempDir);
@@ -24,7 +24,7 @@ impl Certificate {
         match openssl.output() {
             Err(error) => Err(Skip::new(format!("no openssl: {error}")).into()),
             Ok(output) => {
-                ensure!(output.status.success(), "{}", crate::all(&output));
+                ensure!(output.status.success(), "{}", crate::remote_stores::all(&output));
                 Ok(made)
             }
         }
@@ -51,7 +51,11 @@ pub fn a_certificate_is_compared() -> Result<()> {
     let trusted = push(&["push", URL, "--json"])?
         .env("SSL_CERT_FILE", &pem)
         .output()?;
-    ensure!(trusted.status.success(), "{}", crate::all(&trusted));
+    ensure!(
+        trusted.status.success(),
+        "{}",
+        crate::remote_stores::all(&trusted)
+    );
     let pushed = answer(&["store", "push"], &String::from_utf8(trusted.stdout)?)?;
     ensure!(pushed["copied"][0]["written"] == EXTENTS * SIZE, "{pushed}");
     Ok(())

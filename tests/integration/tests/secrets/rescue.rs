@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, failure, on};
 use firn_node::{Platform, wait_for};
 
-use crate::{LIMIT, Stop, host, interrupt_ctr, is_closed, is_over, readable, shell};
+use crate::secrets::{LIMIT, Stop, host, interrupt_ctr, is_closed, is_over, readable, shell};
 
 const RESCUED: &str = "/var/lib/firn/rescue";
 

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::{Built, on};
 use firn_node::Platform;
 
-use crate::host;
+use crate::stored_memory::host;
 
 /// Dumps a process with 64 MiB of memory, every other MiB of it zero, into a directory where CRIU's pages go
 /// nowhere; firn-hook writes them while the process stands still; CRIU restores the process. The size of the

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::{Container, GC, GpuHost, on};
 use firn_node::Platform;
 
-use crate::{MIB, REST, STORE, extents, host, job, size};
+use crate::stored_memory::{MIB, REST, STORE, extents, host, job, size};
 
 /// It is restored from this directory, and continues behind `before`.
 fn goes_on_from(host: &GpuHost, job: &Container<'_>, dir: &str, before: u64) -> Result<()> {

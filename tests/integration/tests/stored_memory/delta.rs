@@ -5,7 +5,7 @@ use firn_lab::{Container, GC, GpuHost, on};
 use firn_node::Platform;
 use serde_json::Value;
 
-use crate::{STORE, host};
+use crate::stored_memory::{STORE, host};
 
 /// GPU memory that changes, and that does not, in MiB. The least that goes into the store is 16.
 const CHANGES: &str = "16";

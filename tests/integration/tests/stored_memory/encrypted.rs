@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::{GpuHost, failure, on};
 use firn_node::Platform;
 
-use crate::{STORE, extents, host, job, refused, restores, send_store};
+use crate::stored_memory::{STORE, extents, host, job, refused, restores, send_store};
 
 const KEY: &str = "/etc/firn/store.key";
 

@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use firn_lab::{Container, Events, StallFs, failure, on};
 use firn_node::Platform;
 
-use crate::progress::FAILING;
-use crate::{MIB, STORE, host, job};
+use crate::stored_memory::progress::FAILING;
+use crate::stored_memory::{MIB, STORE, host, job};
 
 /// These are among the lines, in this order.
 fn follow_each_other(lines: &[String], topic: &str, events: &[&str]) -> Result<()> {

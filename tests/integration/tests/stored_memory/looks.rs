@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::on;
 use firn_node::Platform;
 
-use crate::{STORE, host, job};
+use crate::stored_memory::{STORE, host, job};
 
 const DIR: &str = "/srv/of-job";
 const REF: &str = "checkpoint/of-job";

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
-use crate::{STORE, extents, host, job};
+use crate::stored_memory::{STORE, extents, host, job};
 
 pub fn gc_keeps_the_memory_of_a_named_checkpoint(platform: Platform) -> Result<()> {
     on([host(platform, "sm-named", 1)?], |[host]| {

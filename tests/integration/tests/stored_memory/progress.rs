@@ -7,7 +7,7 @@ use firn_lab::{BUNDLES, Container, GpuHost, StallFs, failure, on};
 use firn_node::{Platform, wait_for};
 use serde_json::Value;
 
-use crate::{MIB, STORE, host, job};
+use crate::stored_memory::{MIB, STORE, host, job};
 
 /// How long a copy may take to begin, and to be logged.
 const SOON: Duration = Duration::from_secs(30);

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
-use crate::{STORE, extents, host, job};
+use crate::stored_memory::{STORE, extents, host, job};
 
 /// gc keeps its memory, though the directory that the store knows is gone, until the image is removed.
 pub fn gc_keeps_the_memory_of_a_rescued_image(platform: Platform) -> Result<()> {

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{GC, failure, on};
 use firn_node::Platform;
 
-use crate::{STORE, extents, host, job};
+use crate::stored_memory::{STORE, extents, host, job};
 
 /// Where pods' checkpoints and rescued images are, each a mount of a directory below /srv/disks.
 const PLACES: &str = "[restore]\nfrom-dir = \"/srv/warm\"\n[checkpoint]\nrescue-dir = \"/srv/rescued\"\n";

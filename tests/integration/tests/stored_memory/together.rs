@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GC, GpuHost, SimGpu, StallFs, on};
 use firn_node::{Platform, wait_for};
 
-use crate::STORE;
+use crate::stored_memory::STORE;
 
 /// How long the copies may take to begin.
 const SOON: Duration = Duration::from_secs(30);

@@ -1,12 +1,17 @@
 //! A store on a file system that the operator has not mounted.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
 use firn_lab::{failure, on};
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
 
-use crate::{host, job, restores};
+use crate::stored_memory::{host, job, restores};
 
 const ON_DISK: &str = "[images]\nstore = \"/srv/disk/store\"\nbulk = \"store\"\n";
+
+/// How long the history may take: it is written after the client has its answer.
+const WRITTEN: Duration = Duration::from_secs(60);
 
 /// A checkpoint fails and costs the job nothing, and the root file system gets nothing.
 pub fn a_store_that_is_not_mounted_is_not_made_again(platform: Platform) -> Result<()> {
@@ -41,11 +46,12 @@ pub fn a_store_that_is_not_mounted_is_not_made_again(platform: Platform) -> Resu
         }
         ensure!(!node.path("/srv/disk/store").exists(), "there is another store");
         // It was looked for before the job stood still.
-        let history = host.firn(&["history"])?;
-        let last = history["transactions"].as_array().and_then(|all| all.last());
-        let phases = last
-            .and_then(|last| last["phases"].as_array())
-            .context("no phases")?;
+        let failed = wait_for("the failure in the history", WRITTEN, || {
+            let history = host.firn(&["history", "--failed"])?;
+            let last = history["transactions"].as_array().and_then(|all| all.last());
+            Ok(last.cloned())
+        })?;
+        let phases = failed["phases"].as_array().context("no phases")?;
         let names: Vec<&str> = phases.iter().filter_map(|phase| phase["name"].as_str()).collect();
         ensure!(names == ["inspect"], "the phases are {names:?}");
         job.goes_on(3)?;

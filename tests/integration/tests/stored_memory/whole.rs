@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::on;
 use firn_node::Platform;
 
-use crate::{MIB, STORE, host, job, size};
+use crate::stored_memory::{MIB, STORE, host, job, size};
 
 /// A file has all memory: it is for another machine.
 pub fn a_file_has_all_memory(platform: Platform) -> Result<()> {

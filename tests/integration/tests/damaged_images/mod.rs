@@ -8,7 +8,7 @@ mod manifests;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{
@@ -17,8 +17,8 @@ use firn_lab::{
 use firn_node::{Platform, Suite};
 use serde_json::{Value, json};
 
-use crate::job::Job;
-use crate::manifests::{Change, forge, lies};
+use crate::damaged_images::job::Job;
+use crate::damaged_images::manifests::{Change, forge, lies};
 
 /// The most that the shim may ever have had in memory, in KiB: several times what it needs to sum up an
 /// image.
@@ -351,8 +351,9 @@ fn damages_for_other_programs(host: &GpuHost) -> Result<()> {
     host.idle()
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         no_damaged_or_hostile_image_gains_privileges [FORKY, TRIXIE];
     })
+    .first()
 }

@@ -4,7 +4,6 @@
 mod images;
 mod subjects;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -154,8 +153,8 @@ fn a_suspended_container_names_what_resumes_it(platform: Platform) -> Result<()>
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         containers_are_shown_with_their_gpus [FORKY, TRIXIE];
         a_checkpoint_is_watched [FORKY];
         a_suspended_container_names_what_resumes_it [FORKY, TRIXIE];

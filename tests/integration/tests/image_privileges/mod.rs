@@ -14,7 +14,7 @@ mod wire;
 use std::fmt::Write;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -25,7 +25,7 @@ use firn_node::{Platform, wait_for};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::cases::{BELOW, CASES, Case, HOST_FILE, VICTIM, cgroup_below};
+use crate::image_privileges::cases::{BELOW, CASES, Case, HOST_FILE, VICTIM, cgroup_below};
 
 /// What ctr gives a container by default.
 const CAPABILITIES: [&str; 14] = [
@@ -443,8 +443,8 @@ fn table_of_the_stock_shim_with_the_same_images(platform: Platform) -> Result<()
     Ok(())
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         table_of_the_stock_shim_with_the_same_images [FORKY, TRIXIE] ignored;
         made::processes_of_other_containers_are_not_continued [FORKY, TRIXIE];
         made::processes_made_by_criu_are_compared_before_they_run [FORKY, TRIXIE];

@@ -6,7 +6,7 @@
 //! these points, and a test holds it to them. For a commit (`FIRN_TIER=commit`) firn alone runs, whose answer
 //! must have the part that the point has in writing.
 //!
-//! `cargo test -p firn-integration --test conformance -- "1.4"` runs a part, `-- "[forky v1]"` all on one
+//! `cargo suites "conformance:: 1.4"` runs a part, `cargo suites "conformance:: [forky v1]"` all on one
 //! platform.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
@@ -36,7 +36,6 @@ mod systemd;
 mod task;
 mod upgrade;
 
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -44,10 +43,10 @@ use firn_lab::{Tier, matrix};
 use firn_node::{Cgroup, Platform, Suite};
 use similar::TextDiff;
 
-use crate::flaky::FlakyTrials;
-use crate::hosts::{PLATFORMS, Pair, has_controller};
+use crate::conformance::flaky::FlakyTrials;
+use crate::conformance::hosts::{PLATFORMS, Pair, has_controller};
 
-pub use crate::hosts::Place;
+pub use crate::conformance::hosts::Place;
 
 /// A point of the checklist.
 #[derive(Clone, Copy)]
@@ -167,7 +166,7 @@ fn points() -> Vec<Point> {
     .concat()
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let tier = Tier::current();
     let platforms = PLATFORMS
         .iter()
@@ -191,12 +190,9 @@ fn main() -> ExitCode {
             }));
         }
     }
-    let conclusion = matrix::run_trials(trials);
-    if flaky_trials.report() {
-        conclusion.exit_code()
-    } else {
-        ExitCode::FAILURE
-    }
+    matrix::Suite::new(&[])
+        .with(trials)
+        .at_end(move || flaky_trials.report())
 }
 
 /// How often the stock shim is asked: where its answer depends on a race of its own, another one of its

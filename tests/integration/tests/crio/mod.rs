@@ -5,8 +5,6 @@
 mod client;
 mod host;
 
-use std::process::ExitCode;
-
 use anyhow::{Result, ensure};
 use firn_lab::{Claims, IMAGE, Outcome, cases, matrix, on};
 use firn_node::{CgroupMode, Platform, Suite};
@@ -195,12 +193,13 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_counter_goes_on_and_moves [FORKY, TRIXIE, FORKY_V2, TRIXIE_V2];
         a_failed_checkpoint_costs_nothing [FORKY];
         a_pod_maps_itself_onto_no_other_gpu [FORKY];
         a_pod_names_no_file_for_criu [FORKY];
         without_gpu_it_is_runc [FORKY];
     })
+    .only_in_all()
 }

@@ -4,7 +4,6 @@
 mod rescue;
 
 use std::os::unix::fs::MetadataExt;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -396,8 +395,8 @@ fn refusals_are_shown(host: &GpuHost, job: Container<'_>) -> Result<()> {
     host.idle()
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         an_interrupted_client_leaves_no_memory_behind [FORKY, TRIXIE];
         image_files_and_directories_are_roots_alone [FORKY, TRIXIE];
         memory_goes_only_into_the_requested_directory [FORKY, TRIXIE];

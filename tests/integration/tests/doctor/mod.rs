@@ -6,7 +6,6 @@ mod breaks;
 mod leftovers;
 mod mistakes;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -90,8 +89,8 @@ fn the_deep_check_moves_a_container_of_its_own(platform: Platform) -> Result<()>
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         breaks::each_broken_part_is_named_with_its_remedy [FORKY];
         breaks::what_containerd_starts_is_seen_through_its_configuration [FORKY, TRIXIE];
         leftovers::what_failures_leave_is_named_and_removed [FORKY, FORKY_V2];

@@ -5,7 +5,6 @@
 
 mod busy;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
@@ -490,8 +489,8 @@ fn hooks_are_called_at_a_pause_and_a_move(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_pause_gives_the_gpu_free [FORKY, TRIXIE_V2];
         a_paused_container_is_resumed_on_another_gpu [FORKY, FORKY_V2];
         a_running_container_moves [FORKY, FORKY_V2];

@@ -15,7 +15,7 @@ mod unmounted;
 mod whole;
 mod words;
 
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -371,8 +371,8 @@ fn an_annotation_chooses_where_memory_goes(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         large_memory_goes_into_the_store_and_comes_back [FORKY, FORKY_V2, TRIXIE];
         no_container_ends_on_a_damaged_store [FORKY_V2];
         a_damaged_store_is_found [FORKY];

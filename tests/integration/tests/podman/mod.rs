@@ -5,7 +5,7 @@
 
 mod client;
 
-use std::process::{ExitCode, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
@@ -459,8 +459,8 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_counter_goes_on_and_moves [FORKY, TRIXIE, TRIXIE_V2];
         a_failed_checkpoint_costs_nothing [FORKY, TRIXIE];
         a_failed_restore_leaves_nothing [FORKY, TRIXIE];
@@ -471,4 +471,5 @@ fn main() -> ExitCode {
         the_pages_commands_work [FORKY];
         without_gpu_it_is_runc [FORKY, TRIXIE];
     })
+    .only_in_all()
 }

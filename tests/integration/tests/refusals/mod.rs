@@ -4,7 +4,6 @@
 mod others;
 mod rollback;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -469,8 +468,8 @@ fn a_gpu_in_mig_mode_is_refused(platform: Platform) -> Result<()> {
     )
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         managed_memory_is_refused [FORKY, TRIXIE];
         audit_reports_a_checkpointable_container_untouched [FORKY];
         an_io_uring_is_refused [FORKY];

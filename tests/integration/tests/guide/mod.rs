@@ -7,7 +7,7 @@ mod scripts;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -15,7 +15,7 @@ use firn_documents::{Page, console, root};
 use firn_lab::{BUNDLES, COUNTER, Container, FIRN, GpuHost, IMAGE, Lines, SimGpu, Skip, cases, matrix, on};
 use firn_node::{Platform, wait_for};
 
-use crate::Step::{A, B, Do, Left, Send};
+use crate::guide::Step::{A, B, Do, Left, Send};
 
 /// What is done for a page, in this order.
 enum Step {
@@ -453,7 +453,7 @@ fn every_console_block_is_run_or_has_a_reason() -> Result<()> {
     Ok(())
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let cases = cases! {
         commands_of_the_pages_work_as_written [FORKY];
         scripts::one_node_works [FORKY];
@@ -467,5 +467,5 @@ fn main() -> ExitCode {
         ),
         matrix::without_node("scripts::every_example_is_run", scripts::every_example_is_run),
     ];
-    matrix::run_with(&cases, documents)
+    matrix::Suite::new(&cases).with(documents)
 }

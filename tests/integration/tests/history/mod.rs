@@ -6,12 +6,11 @@ mod metrics;
 mod network;
 mod traces;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use firn_lab::{GpuHost, SimGpu, cases, matrix};
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -27,6 +26,14 @@ fn history(host: &GpuHost, options: &[&str]) -> Result<Vec<Value>> {
     let shown = host.firn(&[&["history"], options].concat())?;
     let transactions = shown["transactions"].as_array().context("no transactions")?;
     Ok(transactions.clone())
+}
+
+/// As [`history`], once it has so many transactions: they are written after their clients have an answer.
+fn history_of(host: &GpuHost, options: &[&str], count: usize) -> Result<Vec<Value>> {
+    wait_for("the transactions", LIMIT, || {
+        let transactions = history(host, options)?;
+        Ok((transactions.len() >= count).then_some(transactions))
+    })
 }
 
 /// Kind and outcome of each, with the code of an error.
@@ -47,8 +54,8 @@ fn phases(transaction: &Value) -> (Vec<&str>, Option<&str>) {
     (names, failed.and_then(|phase| phase["name"].as_str()))
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         kept::transactions_are_kept_with_phases_and_codes [FORKY, TRIXIE];
         kept::a_killed_shim_is_remembered [FORKY];
         kept::a_full_disk_costs_the_history_alone [FORKY];

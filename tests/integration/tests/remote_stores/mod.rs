@@ -11,7 +11,7 @@ mod tls;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, ExitCode, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -489,7 +489,7 @@ macro_rules! trials {
     };
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let trials = trials![
         a_checkpoint_goes_to_a_bucket_and_comes_back,
         what_is_not_there_has_a_remedy,
@@ -503,5 +503,5 @@ fn main() -> ExitCode {
         an_encrypted_bucket_shows_nothing_without_its_key,
         a_store_is_packed_from_its_beginning_or_never,
     ];
-    matrix::run_with(&[], trials)
+    matrix::Suite::new(&[]).with(trials)
 }

@@ -5,7 +5,7 @@
 //! that is written in Go: where Go is missing, all points are skipped. Pods are in the host's network, so
 //! that no network plugin is needed.
 //!
-//! `cargo test -p firn-integration --test cri -- "stop"` runs a part.
+//! `cargo suites "cri:: stop"` runs a part.
 #![allow(clippy::unwrap_used, reason = "a failed invariant fails the test")]
 
 mod checkpoints;
@@ -18,15 +18,14 @@ mod resources;
 mod streams;
 mod together;
 
-use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Claims, Outcome, Skip, Tier, matrix};
 use firn_node::{Suite, go_lacks};
 
-use crate::client::Cri;
-use crate::hosts::{Hosts, PLATFORMS, Way};
+use crate::cri::client::Cri;
+use crate::cri::hosts::{Hosts, PLATFORMS, Way};
 
 /// Something that Kubernetes relies on.
 #[derive(Clone, Copy)]
@@ -38,8 +37,6 @@ pub struct Point {
     on: fn(Suite) -> bool,
     /// With firn in each of these ways.
     ways: &'static [Way],
-    /// Part of what firn shows instead; docs/design/parity.md gives the reason.
-    better: Option<&'static str>,
     /// Whether the stock shim can do it at all.
     stock: bool,
     /// What is done, and what a client sees of it, without times, pids and the like.
@@ -60,7 +57,6 @@ impl Point {
             expected,
             on: |_| true,
             ways: &[Way::Path],
-            better: None,
             stock: true,
             scenario,
             claim: None,
@@ -79,14 +75,6 @@ impl Point {
     pub const fn in_every_way(self) -> Self {
         Self {
             ways: &Way::FIRN,
-            ..self
-        }
-    }
-
-    /// Firn shows this instead.
-    pub const fn better(self, shown: &'static str) -> Self {
-        Self {
-            better: Some(shown),
             ..self
         }
     }
@@ -120,7 +108,7 @@ fn points() -> Vec<Point> {
     .concat()
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let tier = Tier::current();
     let platforms = PLATFORMS
         .iter()
@@ -140,7 +128,7 @@ fn main() -> ExitCode {
             }));
         }
     }
-    matrix::run_with(&[], trials)
+    matrix::Suite::new(&[]).with(trials)
 }
 
 /// Reports what was seen of a point that has a row.
@@ -175,16 +163,10 @@ fn prove(hosts: &Hosts, point: Point) -> Result<()> {
         let firn = hosts
             .with(*way, scenario)
             .with_context(|| format!("the stock shim shows\n{stock}"))?;
-        match point.better {
-            None => ensure!(
-                firn == stock,
-                "with {way} is seen\n{firn}\nwith the stock shim\n{stock}"
-            ),
-            Some(better) => {
-                shows(&firn, better).with_context(|| format!("with {way}"))?;
-                ensure!(firn != stock, "there is no difference any more:\n{firn}");
-            }
-        }
+        ensure!(
+            firn == stock,
+            "with {way} is seen\n{firn}\nwith the stock shim\n{stock}"
+        );
     }
     Ok(())
 }

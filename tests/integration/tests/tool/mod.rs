@@ -6,7 +6,6 @@ mod moves;
 mod namespaces;
 mod sshd;
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -262,8 +261,8 @@ fn onto_other_gpus(host: &GpuHost, job: &Container<'_>) -> Result<()> {
     Ok(())
 }
 
-fn main() -> ExitCode {
-    matrix::run(&cases! {
+pub(crate) fn suite() -> matrix::Suite {
+    matrix::Suite::new(&cases! {
         a_container_becomes_an_image_and_goes_on [FORKY, TRIXIE];
         a_restore_chooses_name_and_gpus [FORKY, TRIXIE];
         a_file_goes_to_another_node_and_ctr_imports_it [FORKY, TRIXIE];

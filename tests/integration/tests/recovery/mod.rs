@@ -11,7 +11,6 @@ mod others;
 mod panics;
 mod restores;
 
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -368,7 +367,7 @@ fn a_killed_container_ends_at_once(platform: Platform) -> Result<()> {
     })
 }
 
-fn main() -> ExitCode {
+pub(crate) fn suite() -> matrix::Suite {
     let cases = cases! {
         a_killed_shim_leaves_nothing [FORKY, FORKY_V2, TRIXIE];
         a_killed_container_ends_at_once [FORKY, FORKY_V2];
@@ -383,5 +382,5 @@ fn main() -> ExitCode {
         "every_failpoint_of_the_shim_is_tried",
         acknowledged::every_failpoint_of_the_shim_is_tried,
     );
-    matrix::run_with(&cases, [sources])
+    matrix::Suite::new(&cases).with([sources])
 }
