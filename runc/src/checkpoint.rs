@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use firn_image::manifest::DumpFlags;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::InitState;
-use firn_transaction::history::{Place, code_of};
+use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
@@ -63,9 +63,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     };
     let code = done.as_ref().err().and_then(code_of);
     let outcome = recording.outcome(&container, done.is_ok());
-    recording
-        .end(&Place::default(), String::new(), outcome, code)
-        .await;
+    history::write(&Place::default(), recording.entry(outcome, code)).await;
     // The note of a suspended container leads the next call to its journal.
     if container.state() != InitState::Suspended {
         open.end().map_err(Trouble::Notes)?;

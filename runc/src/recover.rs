@@ -109,9 +109,7 @@ async fn rolled_back(
         let done = checkpoint::resume(container, reaper).await;
         let code = done.as_ref().err().and_then(code_of);
         let outcome = recording.outcome(container, done.is_ok());
-        recording
-            .end(&Place::default(), String::new(), outcome, code)
-            .await;
+        history::write(&Place::default(), recording.entry(outcome, code)).await;
         done?;
         return Ok(Done::Pass);
     }

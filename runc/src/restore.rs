@@ -11,7 +11,7 @@ use firn_oci::Spec;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::Container;
 use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
-use firn_transaction::history::{Place, code_of};
+use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::journal::Operation;
 use firn_transaction::prepared_restore::PreparedRestore;
 use firn_transaction::reaper::Reaper;
@@ -55,9 +55,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     let done = transact(line, id, &bundle, &image, reaper).await;
     let outcome = if done.is_ok() { "done" } else { "failed" };
     let code = done.as_ref().err().and_then(code_of);
-    recording
-        .end(&Place::default(), String::new(), outcome, code)
-        .await;
+    history::write(&Place::default(), recording.entry(outcome, code)).await;
     open.end().map_err(Trouble::Notes)?;
     done.map(|()| Done::Here)
 }

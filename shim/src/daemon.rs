@@ -84,14 +84,14 @@ pub(crate) async fn labels(address: &str, namespace: &str, id: &str) -> BTreeMap
 }
 
 /// The name of a container's image; empty if containerd does not answer.
-pub(crate) async fn image(address: &str, namespace: &str, id: &str) -> String {
-    let (address, namespace, of) = (address.to_owned(), namespace.to_owned(), id.to_owned());
-    let found = blocking(move || get(&address, &namespace, &of)).await;
-    let found = found.inspect_err(|error| log::debug!("cannot read the image of {id}: {error}"));
-    found.map_or_else(
-        |_| String::new(),
-        |container| unknown_string(&container, IMAGE_FIELD),
-    )
+pub(crate) fn image(address: &str, namespace: &str, id: &str) -> impl Future<Output = String> + Send + use<> {
+    let (address, namespace, id) = (address.to_owned(), namespace.to_owned(), id.to_owned());
+    let image = blocking(move || {
+        let found = get(&address, &namespace, &id);
+        let found = found.inspect_err(|error| log::debug!("cannot read the image of {id}: {error}"));
+        found.map(|container| unknown_string(&container, IMAGE_FIELD))
+    });
+    async { image.await.unwrap_or_default() }
 }
 
 fn call_for_labels(address: &str, namespace: &str, id: &str) -> io::Result<BTreeMap<String, String>> {

@@ -12,6 +12,7 @@ mod events;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzz;
+mod history;
 mod logger;
 mod metrics;
 mod mounts;

@@ -2,8 +2,8 @@
 //!
 //! Life: adopt the listener, become the subreaper, log to containerd, serve, wait for the Shutdown RPC or a
 //! signal, then end in order: the socket disappears (a new `start` makes its own shim instead of finding a
-//! dying one), no more connections, answers under way, events to containerd. All of that within
-//! [`SHUTDOWN_LIMIT`].
+//! dying one), no more connections, answers under way, events to containerd and the history. All of that
+//! within [`SHUTDOWN_LIMIT`].
 //!
 //! The service is served under both of its names, `containerd.task.v2.Task` and `containerd.task.v3.Task`,
 //! which are the same on the wire: whichever a daemon of whatever age has on record for this shim, it is
@@ -31,6 +31,7 @@ use crate::args::Args;
 use crate::bootstrap::{LISTENER_FD, env};
 use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
+use crate::history::History;
 use crate::logger;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::history::Place;
@@ -55,7 +56,7 @@ pub struct Context {
     /// Takes the events.
     pub publisher: Publisher,
     /// Takes the transactions that have ended.
-    pub history: Place,
+    pub history: Arc<History>,
     /// Cancelled to end the shim.
     pub serving: CancellationToken,
 }
@@ -86,16 +87,17 @@ pub fn run(
     let served = runtime.block_on(async {
         let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
         let serving = CancellationToken::default();
+        let history = Arc::new(History::new(Place::default()));
         let service = service(Context {
             namespace: args.namespace.clone(),
             address: args.address.clone(),
             reaper: Reaper::start().map_err(failed("watch for child processes"))?,
             publisher: publisher.clone(),
-            history: Place::default(),
+            history: history.clone(),
             serving: serving.clone(),
         });
         handle_signals(serving.clone())?;
-        serve(listener, service, &serving, &publisher).await
+        serve(listener, service, &serving, &publisher, &history).await
     });
     // A stuck blocking call must not keep a shim alive that has ended its service.
     runtime.shutdown_background();
@@ -108,6 +110,7 @@ pub async fn serve(
     service: Arc<dyn Task + Send + Sync>,
     serving: &CancellationToken,
     publisher: &Publisher,
+    history: &History,
 ) -> Result<(), ActionError> {
     let socket = SocketFile::of(&listener);
     let listener = accept::listener(listener, geteuid()).map_err(failed("watch the listener"))?;
@@ -131,8 +134,12 @@ pub async fn serve(
     socket.remove();
     server.stop_listen().await;
     let limit = SHUTDOWN_LIMIT - DISCONNECT_LIMIT;
-    if !publisher.flush(limit).await {
+    let (delivered, written) = tokio::join!(publisher.flush(limit), history.flush(limit));
+    if !delivered {
         log::error!("not all events were delivered to containerd within {limit:?}");
+    }
+    if !written {
+        log::warn!("not all transactions were written into the history within {limit:?}");
     }
     // Calls that wait for a container that will never exit do not hold up the end.
     if timeout(DISCONNECT_LIMIT, server.disconnect()).await.is_err() {

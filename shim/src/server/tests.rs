@@ -65,7 +65,15 @@ impl Shim {
                 let service = Arc::new(Service {
                     serving: serving.clone(),
                 });
-                serve(listener, service, &serving, &Publisher::new("", "default")).await
+                let history = History::new(Place::default());
+                serve(
+                    listener,
+                    service,
+                    &serving,
+                    &Publisher::new("", "default"),
+                    &history,
+                )
+                .await
             }
         });
         Self {

@@ -55,12 +55,10 @@ pub(super) async fn transact(
     container: &Arc<Container>,
     request: &Request,
 ) -> Result<(), TaskError> {
-    let recording = service.begin(Operation::Checkpoint, &container.id);
+    let transaction = service.begin(Operation::Checkpoint, &container.id);
     let result = match caught(checkpoint::run(container, request, &service.reaper)).await {
         Ok(result) => result,
         Err(_) => Err(checkpoint::rollback_after_panic(container, &service.reaper).await),
     };
-    service
-        .ended(container, &recording, result.map_err(TaskError::from))
-        .await
+    service.end(container, transaction, result.map_err(TaskError::from))
 }

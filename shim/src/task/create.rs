@@ -11,7 +11,7 @@ use firn_transaction::unmount::unmount_recursive;
 use protobuf::MessageField;
 
 use super::state::pid_field;
-use super::{Service, Slot, TaskError, exit};
+use super::{Service, Slot, TaskError, Transaction, exit};
 use crate::daemon::images::Images;
 use crate::{daemon, mounts};
 use firn_host::Chain;
@@ -21,7 +21,6 @@ use firn_transaction::create as preparation;
 use firn_transaction::history;
 use firn_transaction::journal::Operation;
 use firn_transaction::options::RuncOptions;
-use firn_transaction::recording::Recording;
 use firn_transaction::recovery;
 use firn_transaction::runc;
 use firn_transaction::stdio::{self, StdioConfig};
@@ -86,7 +85,7 @@ async fn build(
     let bundle = PathBuf::from(&request.bundle);
     let options = options_of_task(request.options.as_ref(), &bundle)?;
     options.save(&bundle)?;
-    history::write_killed(&service.history, &bundle).await;
+    history::write_killed(service.history.place(), &bundle).await;
     recovery::recover(&bundle).await;
     let rootfs = bundle.join("rootfs");
     if !request.rootfs.is_empty() {
@@ -127,7 +126,7 @@ async fn build_mounted(
         address: &service.address,
         namespace: &service.namespace,
     };
-    let recording = checkpoint.map(|_| service.begin(Operation::Restore, &request.id));
+    let transaction = checkpoint.map(|_| service.begin(Operation::Restore, &request.id));
     let prepared = preparation::prepare(preparation::Request {
         id: &request.id,
         namespace: &service.namespace,
@@ -141,12 +140,12 @@ async fn build_mounted(
     });
     let prepared = match prepared.await {
         Ok(prepared) => prepared,
-        Err(error) => return Err(refused(service, recording, error.into()).await),
+        Err(error) => return Err(refused(service, transaction, error.into())),
     };
     if let Some(refusal) = prepared.fallback {
         let code = TaskError::from(refusal).of_firn();
-        let recording = service.begin(Operation::Restore, &request.id);
-        service.note_end(true, &recording, "failed", Err(code)).await;
+        let transaction = service.begin(Operation::Restore, &request.id);
+        service.end_as(true, transaction, "failed", Err(code));
     }
     let restores = prepared.restore.is_some();
     let stdio = StdioPaths {
@@ -176,10 +175,9 @@ async fn build_mounted(
 }
 
 /// A restore that is refused is in the history, too.
-async fn refused(service: &Service, recording: Option<Arc<Recording>>, error: TaskError) -> TaskError {
-    if let Some(recording) = recording {
-        let result = Err(error.of_firn());
-        service.note_end(false, &recording, "failed", result).await;
+fn refused(service: &Service, transaction: Option<Transaction>, error: TaskError) -> TaskError {
+    if let Some(transaction) = transaction {
+        service.end_as(false, transaction, "failed", Err(error.of_firn()));
     }
     error
 }

@@ -33,6 +33,7 @@ use containerd_shim_protos::api::{
 };
 use containerd_shim_protos::shim_async::Task;
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use ttrpc::r#async::TtrpcContext;
 
 pub(crate) use create::INIT_PID;
@@ -41,11 +42,11 @@ pub(crate) use state::pid_field;
 
 use crate::daemon;
 use crate::events::Publisher;
+use crate::history::History;
 use crate::server::Context;
 use firn_host::Chain;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
-use firn_transaction::history::Place;
 use firn_transaction::journal::Operation;
 use firn_transaction::reaper::Reaper;
 use firn_transaction::recording::{self, Call, Recording};
@@ -64,13 +65,20 @@ pub(crate) struct Service {
     reaper: Reaper,
     publisher: Publisher,
     /// Gets the container's transactions when they have ended.
-    history: Place,
+    history: Arc<History>,
     exits: Exits,
     /// Cancelled to end the shim.
     serving: CancellationToken,
     containers: Mutex<BTreeMap<String, Slot>>,
     /// Checkpoints of several containers that are in progress.
     pods: Mutex<Vec<Arc<pod::Progress>>>,
+}
+
+/// A transaction in progress.
+struct Transaction {
+    recording: Arc<Recording>,
+    /// The name of the container's image. It is read meanwhile: the container may be gone at the end.
+    image: JoinHandle<String>,
 }
 
 /// A container id that is in use.
@@ -107,47 +115,48 @@ impl Service {
         }
     }
 
-    /// A transaction begins.
-    fn begin(&self, operation: Operation, container: &str) -> Arc<Recording> {
-        recording::begin(operation, container, &self.namespace)
+    /// Begins a transaction of a container.
+    fn begin(&self, operation: Operation, container: &str) -> Transaction {
+        let image = daemon::image(&self.address, &self.namespace, container);
+        Transaction {
+            recording: recording::begin(operation, container, &self.namespace),
+            image: tokio::spawn(image),
+        }
     }
 
-    /// Publishes how a transaction has ended, if it was firn's own, and writes it into the history. Returns
-    /// the result.
-    async fn ended<T>(
+    /// Ends a transaction: publishes its result, if it was firn's own, and has it written into the history.
+    /// Returns the result.
+    fn end<T>(
         &self,
         container: &Container,
-        recording: &Recording,
+        transaction: Transaction,
         result: Result<T, TaskError>,
     ) -> Result<T, TaskError> {
         let failure = result.as_ref().err();
-        let outcome = match failure {
+        let outcome = transaction.recording.outcome(container, failure.is_none());
+        let code = match failure {
             None => Ok(()),
             Some(error) => Err(error.of_firn()),
         };
-        let of = recording.outcome(container, failure.is_none());
-        self.note_end(container.traits.by_firn(), recording, of, outcome)
-            .await;
+        self.end_as(container.traits.by_firn(), transaction, outcome, code);
         result
     }
 
-    /// As [`Service::ended`]. Boxed for the reason that `blocking` boxes its work.
-    fn note_end<'a>(
-        &'a self,
+    /// As [`Service::end`], by the outcome and the code of the error.
+    fn end_as(
+        &self,
         publishes: bool,
-        recording: &'a Recording,
+        Transaction { recording, image }: Transaction,
         outcome: &'static str,
         result: Result<(), Option<String>>,
-    ) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
-        Box::pin(async move {
-            let code = result.clone().err().flatten();
-            if publishes {
-                let operation = recording.operation.name();
-                self.publisher.ended(&recording.container, operation, result);
-            }
-            let image = daemon::image(&self.address, &self.namespace, &recording.container).await;
-            recording.end(&self.history, image, outcome, code).await;
-        })
+    ) {
+        let code = result.clone().err().flatten();
+        if publishes {
+            let operation = recording.operation.name();
+            self.publisher.ended(&recording.container, operation, result);
+        }
+        let image = async { image.await.unwrap_or_default() };
+        self.history.write(recording.entry(outcome, code), image);
     }
 
     /// Notes that a container which is being made is not wanted any more.

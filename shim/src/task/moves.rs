@@ -14,11 +14,10 @@ use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, 
 use firn_transaction::container::{Action, Container, InitState, NotAllowed};
 use firn_transaction::journal::Operation;
 use firn_transaction::panics::caught;
-use firn_transaction::recording::Recording;
 use tokio::sync::RwLockWriteGuard;
 
 use super::pause::resumed;
-use super::{Service, TaskError};
+use super::{Service, TaskError, Transaction};
 use crate::daemon;
 
 /// The longest text of the label: containerd's limit is 4096 for name and value together.
@@ -96,9 +95,9 @@ async fn resume(
     wanted: &Wanted,
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Resume)?;
-    let recording = service.begin(Operation::Resume, &container.id);
+    let transaction = service.begin(Operation::Resume, &container.id);
     let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
-    end(service, container, &recording, done.ok()).await
+    end(service, container, transaction, done.ok()).await
 }
 
 /// The caller holds the operation lock.
@@ -109,9 +108,9 @@ async fn move_gpus(
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
-    let recording = service.begin(Operation::Move, &container.id);
+    let transaction = service.begin(Operation::Move, &container.id);
     let done = caught(Box::pin(park::move_gpus(container, wanted, &service.reaper))).await;
-    let done = end(service, container, &recording, done.ok()).await;
+    let done = end(service, container, transaction, done.ok()).await;
     if container.state() == InitState::Pausing {
         container.set_state(InitState::Running);
     }
@@ -122,7 +121,7 @@ async fn move_gpus(
 async fn end(
     service: &Arc<Service>,
     container: &Arc<Container>,
-    recording: &Recording,
+    transaction: Transaction,
     done: Option<Result<Resumed, ParkError>>,
 ) -> Result<Empty, TaskError> {
     let done = match done {
@@ -134,7 +133,7 @@ async fn end(
             let empty = resumed(service, container);
             describe(service, container, moved, "").await;
             let done = hook.map(|()| empty).map_err(TaskError::from);
-            service.ended(container, recording, done).await
+            service.end(container, transaction, done)
         }
         Err(error) => {
             if container.is_parked() && error.awaited().is_none() {
@@ -146,7 +145,7 @@ async fn end(
             if is_tried_again {
                 failed
             } else {
-                service.ended(container, recording, failed).await
+                service.end(container, transaction, failed)
             }
         }
     }

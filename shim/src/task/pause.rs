@@ -39,12 +39,12 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 
 async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
     if park::is_requested(container)? {
-        let recording = service.begin(Operation::Pause, &container.id);
+        let transaction = service.begin(Operation::Pause, &container.id);
         let parked = match caught(Box::pin(park::pause(container, &service.reaper))).await {
             Ok(parked) => parked.map_err(TaskError::from),
             Err(_) => Err(park::after_panic(container, &service.reaper).await.into()),
         };
-        service.ended(container, &recording, parked).await?;
+        service.end(container, transaction, parked)?;
         moves::label(service, container).await;
         return Ok(());
     }
@@ -64,12 +64,12 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
         return moves::bring(service, &container, operation, Wanted::default()).await;
     }
     if container.state() == InitState::Suspended {
-        let recording = service.begin(Operation::Resume, &container.id);
+        let transaction = service.begin(Operation::Resume, &container.id);
         let done = checkpoint::resume(&container, &service.reaper).await;
         let done = done
             .map(|()| resumed(service, &container))
             .map_err(TaskError::from);
-        return service.ended(&container, &recording, done).await;
+        return service.end(&container, transaction, done);
     }
     // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off
     // or on.

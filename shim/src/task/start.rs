@@ -57,9 +57,9 @@ async fn start_init(service: &Arc<Service>, container: &Arc<Container>) -> Resul
             started.map_err(TaskError::runtime("start"))
         }
         Some(prepared) => {
-            let recording = service.begin(Operation::Restore, &container.id);
+            let transaction = service.begin(Operation::Restore, &container.id);
             let restored = restore_init(service, container, prepared).await;
-            service.ended(container, &recording, restored).await
+            service.end(container, transaction, restored)
         }
     };
     let pid = container.init.pid();

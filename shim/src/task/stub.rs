@@ -9,6 +9,7 @@ use tempfile::TempDir;
 
 use super::{Service, Slot};
 use crate::events::testing::Published;
+use crate::history::History;
 use crate::server::Context;
 use firn_transaction::cancel::CancellationToken;
 use firn_transaction::cgroup::Cgroup;
@@ -56,7 +57,7 @@ impl Stub {
             address: String::new(),
             reaper: reaper.clone(),
             publisher,
-            history: Place::new(dir.path().join("history")),
+            history: Arc::new(History::new(Place::new(dir.path().join("history")))),
             serving: CancellationToken::default(),
         });
         // Options of the runtime itself come first.

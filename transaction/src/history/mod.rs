@@ -121,7 +121,7 @@ pub(crate) fn time(at: u64) -> String {
 }
 
 /// Appends an entry. Waits no longer than [`PATIENCE`].
-pub(crate) async fn write(place: &Place, entry: Entry) {
+pub async fn write(place: &Place, entry: Entry) {
     let (at, id) = (place.clone(), entry.id.clone());
     let appended = blocking(move || at.append(&entry));
     match tokio::time::timeout(PATIENCE, appended).await {
@@ -153,32 +153,29 @@ impl Recording {
         }
     }
 
-    /// Writes the transaction into the history. `image` is that of the container, if it is known.
-    pub async fn end(&self, place: &Place, image: String, outcome: &'static str, code: Option<String>) {
-        let entry = {
-            let mut measured = lock(&self.measured);
-            if let Some(open) = measured.open {
-                let failed = outcome != "done" && open != Phase::Rollback;
-                measured.push(self.begun, open, failed);
-            }
-            Entry {
-                time: time(self.at),
-                at: self.at,
-                id: self.id.clone(),
-                kind: self.operation.name().to_owned(),
-                container: self.container.clone(),
-                namespace: self.namespace.clone(),
-                image,
-                outcome: outcome.to_owned(),
-                code: code.unwrap_or_default(),
-                ms: millis(self.begun.elapsed()),
-                phases: measured.phases.clone(),
-                gpu_bytes: measured.gpu_bytes,
-                image_bytes: measured.image_bytes,
-                trace: self.trace.clone(),
-            }
-        };
-        write(place, entry).await;
+    /// What the history has of it, which ends here. The name of the container's image is left to the caller.
+    pub fn entry(&self, outcome: &'static str, code: Option<String>) -> Entry {
+        let mut measured = lock(&self.measured);
+        if let Some(open) = measured.open {
+            let failed = outcome != "done" && open != Phase::Rollback;
+            measured.push(self.begun, open, failed);
+        }
+        Entry {
+            time: time(self.at),
+            at: self.at,
+            id: self.id.clone(),
+            kind: self.operation.name().to_owned(),
+            container: self.container.clone(),
+            namespace: self.namespace.clone(),
+            image: String::new(),
+            outcome: outcome.to_owned(),
+            code: code.unwrap_or_default(),
+            ms: millis(self.begun.elapsed()),
+            phases: measured.phases.clone(),
+            gpu_bytes: measured.gpu_bytes,
+            image_bytes: measured.image_bytes,
+            trace: self.trace.clone(),
+        }
     }
 }
 

@@ -246,7 +246,7 @@ async fn the_phase_that_failed_is_marked_and_its_time_is_not_the_rollbacks() {
         recording.enter(Phase::Rollback);
         recording.mark(Phase::GpuRestore);
         let code = Some("FIRN-DUMP".to_owned());
-        recording.end(&place, String::new(), "failed", code).await;
+        write(&place, recording.entry("failed", code)).await;
     });
     call.await;
     let history = place.read().unwrap();
