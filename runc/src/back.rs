@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use firn_transaction::look;
 use firn_transaction::reaper::Reaper;
-use firn_transaction::recording::{self, Call};
+use firn_transaction::recording;
 use nix::sys::prctl;
 
 use crate::action::{Action, Done, PASS};
@@ -44,7 +44,7 @@ pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
 fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Trouble::Start)?;
-    let done = runtime.block_on(recording::within(Call::of(None), async {
+    let done = runtime.block_on(recording::within_call(async {
         let reaper = Reaper::start().map_err(Trouble::Start)?;
         if recovers {
             return left(line, &reaper).await;

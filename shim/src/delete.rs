@@ -35,7 +35,7 @@ use firn_transaction::journal::Operation;
 use firn_transaction::killed_criu;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::reaper::Reaper;
-use firn_transaction::recording::{self, Call};
+use firn_transaction::recording;
 use firn_transaction::recovery::Recovery;
 use firn_transaction::runc::{Runc, read_pid};
 use firn_transaction::{criu_leftovers, restore};
@@ -60,7 +60,7 @@ pub fn delete(args: &Args) -> Result<(), ActionError> {
     runtime.block_on(async {
         let reaper = Reaper::start().map_err(failed("watch for child processes"))?;
         // Its log lines name the transaction that was cut off.
-        recording::within(Call::of(None), clean_up(args, &bundle, reaper)).await;
+        recording::within_call(clean_up(args, &bundle, reaper)).await;
         Ok::<_, ActionError>(())
     })?;
     // A call that is stuck in the kernel must not keep the answer back.

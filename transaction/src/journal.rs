@@ -40,7 +40,6 @@ use crate::procfs;
 use crate::recording;
 pub use crate::recording::Origin;
 use crate::steps::{Follower, Step};
-pub use crate::trace_parent::TraceParent;
 use crate::warn::OrWarn;
 use firn_gpu::CudaProcess;
 

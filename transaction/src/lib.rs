@@ -53,7 +53,6 @@ pub mod sys;
 )]
 pub mod testing;
 pub mod timings;
-mod trace_parent;
 pub mod tracer;
 pub mod unmount;
 mod warn;

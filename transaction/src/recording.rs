@@ -1,7 +1,7 @@
 //! Which transaction the code at hand works for: log lines name it, its phases are measured for the history,
 //! and its journal states who began it.
 //!
-//! A call of a client runs [`within`] a [`Call`]; blocking work that it starts does, too. Code outside of any
+//! A call of a client runs [`within_call`]; blocking work that it starts does, too. Code outside of any
 //! call, such as unit tests of a phase, finds none and continues.
 
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::panics::lock;
 use crate::phase::{Operation, Phase};
-use crate::trace_parent::TraceParent;
 
 tokio::task_local! {
     static CALL: Arc<Call>;
@@ -23,33 +22,13 @@ const PHASES: usize = 64;
 
 /// A call of a client.
 #[derive(Debug, Default)]
-pub struct Call {
-    trace: Option<TraceParent>,
+struct Call {
     current: Mutex<Option<Arc<Recording>>>,
 }
 
-impl Call {
-    /// `traceparent` is what the client has sent of its trace, in the form of the W3C.
-    pub fn of(traceparent: Option<&str>) -> Arc<Self> {
-        Arc::new(Self {
-            trace: traceparent.and_then(TraceParent::parse),
-            current: Mutex::default(),
-        })
-    }
-
-    /// Another call for the same client.
-    pub fn fork() -> Arc<Self> {
-        let trace = CALL.try_with(|call| call.trace.clone()).ok().flatten();
-        Arc::new(Self {
-            trace,
-            current: Mutex::default(),
-        })
-    }
-}
-
-/// Runs `work` as part of a call.
-pub fn within<T>(call: Arc<Call>, work: impl Future<Output = T>) -> impl Future<Output = T> {
-    CALL.scope(call, work)
+/// Runs `work` as a call.
+pub fn within_call<T>(work: impl Future<Output = T>) -> impl Future<Output = T> {
+    CALL.scope(Arc::default(), work)
 }
 
 /// Runs blocking work on another thread as part of the call that has started it.
@@ -73,23 +52,21 @@ pub struct Origin {
     pub id: String,
     /// containerd's namespace.
     pub namespace: String,
-    pub trace: Option<TraceParent>,
 }
 
 impl Origin {
     /// As one text: none of its parts has spaces.
     pub(crate) fn to_text(&self) -> String {
-        let trace = self.trace.as_ref().map_or("", TraceParent::as_str);
-        format!("{} {} {trace}", self.id, self.namespace)
+        format!("{} {}", self.id, self.namespace)
     }
 
     pub(crate) fn of_text(text: &str) -> Option<Self> {
         let (id, rest) = text.split_once(' ')?;
-        let (namespace, trace) = rest.split_once(' ')?;
+        // An earlier firn has written more.
+        let namespace = rest.split(' ').next()?;
         Some(Self {
             id: id.to_owned(),
             namespace: namespace.to_owned(),
-            trace: TraceParent::parse(trace),
         })
     }
 }
@@ -114,7 +91,6 @@ pub struct Recording {
     pub operation: Operation,
     pub container: String,
     pub(crate) namespace: String,
-    pub(crate) trace: Option<TraceParent>,
     pub(crate) at: u64,
     pub(crate) begun: Instant,
     pub(crate) measured: Mutex<Measured>,
@@ -183,7 +159,6 @@ impl Recording {
             operation,
             container: container.to_owned(),
             namespace: namespace.to_owned(),
-            trace: CALL.try_with(|call| call.trace.clone()).ok().flatten(),
             at: clock::now(),
             begun: now,
             measured: Mutex::new(Measured {
@@ -206,7 +181,6 @@ impl Recording {
         Origin {
             id: self.id.clone(),
             namespace: self.namespace.clone(),
-            trace: self.trace.clone(),
         }
     }
 

@@ -9,14 +9,11 @@ use firn_host::{Rfc3339, clock};
 /// Show the checkpoints, restores, pauses, resumes and moves that have ended on this node.
 ///
 /// With what became of each, its error code, how long it took, and the phase that failed or took longest.
-/// Reads the node's history, which firn bounds to the last few thousand transactions. With --otlp, sends them
-/// as traces: a span for each, and one for each of its phases, below the span of the client that called for
-/// it, if containerd traces its calls.
+/// Reads the node's history, which firn bounds to the last few thousand transactions.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn history train --since 2h\n  firn history --failed --json\n  \
-                  firn history --since 2026-01-31 --otlp http://localhost:4318\n  \
-                  firn history --otlp http://localhost:4318 --follow\n\n\
+                  firn history --since 2026-01-31\n\n\
                   Exit status: 0 done, also if there are none, 1 failed, 2 wrong usage."
 )]
 pub struct HistoryArgs {
@@ -33,15 +30,8 @@ pub struct HistoryArgs {
     #[arg(long)]
     pub failed: bool,
     /// Print JSON.
-    #[arg(long, conflicts_with = "otlp")]
+    #[arg(long)]
     pub json: bool,
-    /// Send them to the collector there by OTLP over HTTP (`env`: at $OTEL_EXPORTER_OTLP_ENDPOINT), or
-    /// append them to a file as lines of OTLP's JSON.
-    #[arg(long, value_name = "ENDPOINT|env|FILE")]
-    pub otlp: Option<String>,
-    /// Send those of --since, or none, then each one when it has ended, until SIGTERM.
-    #[arg(long, requires = "otlp")]
-    pub follow: bool,
     /// Directory of the history.
     #[arg(long, value_name = "DIR", default_value = names::HISTORY)]
     pub dir: PathBuf,

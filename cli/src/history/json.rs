@@ -1,7 +1,6 @@
 //! The history as JSON.
 
 use firn_transaction::history::{Entry, PhaseTime};
-use firn_transaction::journal::TraceParent;
 use serde::Serialize;
 
 use crate::output::printed;
@@ -51,8 +50,6 @@ struct Transaction<'a> {
     gpu_bytes: Option<u64>,
     /// Size of the checkpoint in bytes, with what is in a store; absent if it has no manifest.
     image_bytes: Option<u64>,
-    /// The span of the caller, in the form of `traceparent`; absent if it has sent none.
-    trace: Option<&'a str>,
 }
 
 /// A phase of a transaction.
@@ -94,7 +91,6 @@ impl<'a> Transaction<'a> {
             phases: entry.phases.iter().map(Phase::of).collect(),
             gpu_bytes: bytes(entry.gpu_bytes),
             image_bytes: bytes(entry.image_bytes),
-            trace: entry.trace.as_ref().map(TraceParent::as_str),
         }
     }
 }

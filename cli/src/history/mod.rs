@@ -2,7 +2,6 @@
 
 pub mod args;
 mod json;
-mod otlp;
 
 use std::path::Path;
 
@@ -15,9 +14,6 @@ use crate::text;
 
 /// True: done.
 pub fn run(args: &HistoryArgs) -> Result<bool> {
-    if let Some(to) = &args.otlp {
-        return otlp::run(args, to);
-    }
     let mut entries = read(&args.dir)?;
     entries.retain(|entry| is_asked_for(args, entry));
     if args.json {

@@ -1,6 +1,5 @@
 //! The command line of `firn metrics`.
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use firn_config::names;
@@ -8,22 +7,12 @@ use firn_config::names;
 /// Print the metrics of this node's transactions and containers, as Prometheus reads them.
 ///
 /// Counts and durations come from the history of the node, which never counts backwards; what continues comes
-/// from the containers. Without an option the metrics are printed. The units firn-metrics.service and
-/// firn-textfile.timer of the package do the other two.
+/// from the containers. firn-textfile.timer of the package writes them to a file for node_exporter.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:\n  firn metrics\n  firn metrics --listen\n  \
+#[command(after_help = "Examples:\n  firn metrics\n  \
                   firn metrics --textfile /var/lib/prometheus/node-exporter/firn.prom\n\n\
                   Exit status: 0 done, 1 failed, 2 wrong usage.")]
 pub struct MetricsArgs {
-    /// Serve them over HTTP under /metrics, until SIGTERM.
-    #[arg(
-        long,
-        value_name = "ADDR",
-        num_args = 0..=1,
-        default_missing_value = "127.0.0.1:9709",
-        conflicts_with = "textfile"
-    )]
-    pub listen: Option<SocketAddr>,
     /// Write them to a file for node_exporter's textfile collector. Its readers see the old one or the new.
     #[arg(long, value_name = "FILE.prom")]
     pub textfile: Option<PathBuf>,

@@ -1,7 +1,6 @@
 //! `firn metrics`: the node's transactions and containers as Prometheus reads them.
 
 pub mod args;
-mod serve;
 mod text;
 
 use std::path::Path;
@@ -18,10 +17,6 @@ use crate::ps::container::{self, Container};
 
 /// True: done.
 pub fn run(args: &MetricsArgs) -> Result<bool> {
-    if let Some(address) = args.listen {
-        let (state, dir) = (args.state.clone(), args.dir.clone());
-        return serve::run(address, move || of_node(&state, &dir));
-    }
     let text = of_node(&args.state, &args.dir)?;
     match &args.textfile {
         Some(path) => write(path, &text)?,

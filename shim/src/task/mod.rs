@@ -49,13 +49,10 @@ use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
 use firn_transaction::journal::Operation;
 use firn_transaction::reaper::Reaper;
-use firn_transaction::recording::{self, Call, Recording};
+use firn_transaction::recording::{self, Recording};
 
 /// SIGKILL as the protocol numbers signals.
 const SIGKILL: u32 = 9;
-
-/// What a client has sent of its trace: containerd 2 does so where it is configured.
-const TRACE: &str = "traceparent";
 
 /// Everything that the verbs share.
 pub(crate) struct Service {
@@ -190,7 +187,6 @@ pub(crate) struct TaskService(pub(crate) Arc<Service>);
 /// Runs a verb to its end whatever becomes of the caller.
 async fn detached<T: Send + 'static>(
     verb: &'static str,
-    call: Arc<Call>,
     work: impl Future<Output = Result<T, TaskError>> + Send + 'static,
 ) -> ttrpc::Result<T> {
     let (send, done) = oneshot::channel();
@@ -202,7 +198,7 @@ async fn detached<T: Send + 'static>(
         }
         drop(send.send(done));
     });
-    let panic = tokio::spawn(recording::within(call, work)).await;
+    let panic = tokio::spawn(recording::within_call(work)).await;
     match done.await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => Err(error.into()),
@@ -218,18 +214,13 @@ async fn detached<T: Send + 'static>(
     }
 }
 
-fn call(context: &TtrpcContext) -> Arc<Call> {
-    let trace = context.metadata.get(TRACE).and_then(|values| values.first());
-    Call::of(trace.map(String::as_str))
-}
-
 macro_rules! verbs {
     ($($verb:ident($request:ty) -> $response:ty = $function:path;)*) => {
         #[async_trait]
         impl Task for TaskService {
-            $(async fn $verb(&self, context: &TtrpcContext, request: $request) -> ttrpc::Result<$response> {
-                let (service, call) = (self.0.clone(), call(context));
-                detached(stringify!($verb), call, async move { $function(&service, request).await }).await
+            $(async fn $verb(&self, _: &TtrpcContext, request: $request) -> ttrpc::Result<$response> {
+                let service = self.0.clone();
+                detached(stringify!($verb), async move { $function(&service, request).await }).await
             })*
         }
     };

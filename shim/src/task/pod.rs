@@ -20,7 +20,7 @@ use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
 use firn_transaction::panics::lock;
-use firn_transaction::recording::{self, Call};
+use firn_transaction::recording;
 use tokio::sync::{oneshot, watch};
 
 use super::{Service, TaskError};
@@ -124,7 +124,7 @@ async fn at_one_moment(
             let done = one(&service, &container, &image, &part.0).await;
             drop(send.send(done.map_err(|error| (container.id.clone(), error))));
         });
-        tokio::spawn(recording::within(Call::fork(), work));
+        tokio::spawn(recording::within_call(work));
         tasks.push(done);
     }
     let mut failure: Option<(String, TaskError)> = None;

@@ -18,7 +18,7 @@ pub use totals::{BUCKETS, Durations, Totals};
 
 use crate::blocking::blocking;
 use crate::container::{Container, InitState};
-use crate::journal::{Operation, Record, TraceParent};
+use crate::journal::{Operation, Record};
 use crate::panics::lock;
 use crate::phase::Phase;
 use crate::procfs;
@@ -61,9 +61,6 @@ pub struct Entry {
     /// Size of the image, with what is in a store.
     #[serde(skip_serializing_if = "is_zero")]
     pub image_bytes: u64,
-    /// The span of the client that has called for it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub trace: Option<TraceParent>,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
@@ -102,7 +99,6 @@ impl Entry {
             ms: after(now),
             phases: phases.collect(),
             gpu_bytes: record.memory.values().sum(),
-            trace: origin.trace,
             ..Self::default()
         })
     }
@@ -174,7 +170,6 @@ impl Recording {
             phases: measured.phases.clone(),
             gpu_bytes: measured.gpu_bytes,
             image_bytes: measured.image_bytes,
-            trace: self.trace.clone(),
         }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::*;
 use crate::journal::{Begin, Journal, Operation, Outcome};
 use crate::phase::Phase;
-use crate::recording::{self, Call};
+use crate::recording;
 
 const FILE: &str = "transactions.jsonl";
 
@@ -51,7 +51,6 @@ fn entries_are_read_as_they_were_written_and_by_root_alone() {
     assert_eq!(ids(&place), [""; 0]);
     let hostile = Entry {
         container: "a\"b\n{}\u{1b}]0;".to_owned(),
-        trace: TraceParent::parse("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
         ..entry("1")
     };
     place.append(&hostile).unwrap();
@@ -189,8 +188,7 @@ async fn begin(bundle: &Path) -> Journal {
 #[tokio::test]
 async fn a_killed_shim_is_written_once_by_its_journal() {
     let (dir, place) = place();
-    let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-    let id = recording::within(Call::of(Some(trace)), async {
+    let id = recording::within_call(async {
         let recording = recording::begin(Operation::Checkpoint, "job", "default");
         drop(begin(dir.path()).await);
         recording.id.clone()
@@ -219,13 +217,12 @@ async fn a_killed_shim_is_written_once_by_its_journal() {
         &*killed.namespace,
     );
     assert_eq!(of, (&*id, "killed", "job", "default"));
-    assert_eq!(killed.trace, TraceParent::parse(trace));
 }
 
 #[tokio::test]
 async fn a_transaction_that_has_ended_was_not_killed() {
     let (dir, place) = place();
-    let call = recording::within(Call::of(None), async {
+    let call = recording::within_call(async {
         recording::begin(Operation::Checkpoint, "job", "default");
         begin(dir.path()).await.end(Outcome::Suspended).await;
     });
@@ -237,7 +234,7 @@ async fn a_transaction_that_has_ended_was_not_killed() {
 #[tokio::test]
 async fn the_phase_that_failed_is_marked_and_its_time_is_not_the_rollbacks() {
     let (dir, place) = place();
-    let call = recording::within(Call::of(None), async {
+    let call = recording::within_call(async {
         let recording = recording::begin(Operation::Checkpoint, "job", "default");
         recording.enter(Phase::Inspect);
         recording.mark(Phase::Inspect);
@@ -278,7 +275,7 @@ async fn a_history_that_cannot_be_written_is_no_failure() {
 
 #[tokio::test]
 async fn work_on_another_thread_knows_its_transaction() {
-    let call = recording::within(Call::of(None), async {
+    let call = recording::within_call(async {
         let id = recording::begin(Operation::Restore, "job", "default").id.clone();
         let there = blocking(|| recording::current().map(|recording| recording.fields())).await;
         assert_eq!(there, Some(format!("container=job transaction={id}")));

@@ -15,13 +15,11 @@ const PLUGIN: &str = "libfirn_criu.so";
 /// Scripts that dpkg runs, in config/debian.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
 /// Those of the CDI file are started by the package, the others by the operator.
-const UNITS: [&str; 6] = [
+const UNITS: [&str; 4] = [
     "firn-cdi.service",
     "firn-cdi.path",
-    "firn-metrics.service",
     "firn-textfile.service",
     "firn-textfile.timer",
-    "firn-traces.service",
 ];
 /// The shells with their files of completions.
 const COMPLETIONS: [(&str, &str); 3] = [
