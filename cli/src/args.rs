@@ -17,7 +17,7 @@ use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
 use crate::metrics::args::MetricsArgs;
 
-use crate::ps::args::{PsArgs, StatusArgs};
+use crate::ps::args::PsArgs;
 use crate::store::args::StoreCommand;
 use crate::view::args::SubjectArgs;
 use checkpoint::CheckpointArgs;
@@ -52,7 +52,6 @@ pub enum Command {
     #[command(subcommand)]
     Images(ImagesCommand),
     Ps(PsArgs),
-    Status(StatusArgs),
     History(HistoryArgs),
     Metrics(MetricsArgs),
     Drain(DrainArgs),
@@ -109,8 +108,7 @@ pub struct SignArgs {
 ///
 /// The verdict comes first. Of a tar file or an image in containerd the memory is not read: its size is
 /// compared. An image directory is the path given to `ctr task checkpoint --image-path`, a directory of
-/// nerdctl's checkpoints, or that of an unpacked Kubernetes checkpoint. Of a running container it shows what
-/// `firn status` shows.
+/// nerdctl's checkpoints, or that of an unpacked Kubernetes checkpoint. `firn ps` shows containers.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn inspect checkpoint/job\n  firn inspect job.tar --processes\n  \

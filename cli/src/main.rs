@@ -73,7 +73,6 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Images(command) => images::run(&command),
         Command::Ps(args) => ps::run(&args),
-        Command::Status(args) => ps::status(&args),
         Command::History(args) => history::run(&args),
         Command::Metrics(args) => metrics::run(&args),
         Command::Drain(args) => drain::run(&args),

@@ -13,19 +13,7 @@ use serde::Serialize;
 use super::processes::Shown as Process;
 use crate::image::Sizes;
 use crate::output::printed;
-use crate::ps::Containers;
 use crate::text::{some, utc};
-
-/// A checkpoint, or what `firn status` shows of a container.
-#[derive(Serialize)]
-#[serde(untagged)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-pub enum Printed<'a> {
-    Checkpoint(Box<Checkpoint<'a>>),
-    Container(&'a Containers<'a>),
-}
-
-printed! { Printed<'_>: "inspect" }
 
 /// A checkpoint.
 #[derive(Serialize)]
@@ -48,6 +36,8 @@ pub struct Checkpoint<'a> {
     /// The processes, parents first; absent without --processes.
     pub processes: Option<Vec<Process<'a>>>,
 }
+
+printed! { Checkpoint<'_>: "inspect" }
 
 /// The manifest of a checkpoint.
 #[derive(Serialize)]

@@ -3,14 +3,13 @@
 mod json;
 mod processes;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use firn_host::ProblemReport;
 use firn_image::manifest::{Manifest, Origin, StoredMemory};
 
 use crate::args::InspectArgs;
 use crate::image::{Found, Sizes};
 use crate::output::{self, Tone, line, toned};
-use crate::ps;
 use crate::text;
 use crate::view::{Subject, View};
 use processes::Tree;
@@ -18,10 +17,10 @@ use processes::Tree;
 /// True: the checkpoint is whole.
 pub fn run(args: &InspectArgs) -> Result<bool> {
     let place = match Subject::of(&args.subject) {
-        Subject::Container(_) => {
-            let json: ps::Json = |found| output::json(&json::Printed::Container(found));
-            return ps::inspect(&args.subject, args.json.then_some(json));
-        }
+        Subject::Container(_) => bail!(
+            "{0} is a container, and no checkpoint. hint: `firn ps {0}` shows it",
+            args.subject.subject
+        ),
         Subject::Checkpoint(place) => place,
     };
     let view = View::open(&place, &args.subject)?;
@@ -36,7 +35,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
     };
     let sizes = Sizes::of(&found, view.written);
     if args.json {
-        output::json(&json::Printed::Checkpoint(Box::new(json::Checkpoint {
+        output::json(&json::Checkpoint {
             what: &view.what,
             manifest: found.manifest.as_ref().map(json::Shown::of),
             images: &found.images,
@@ -45,7 +44,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
             unread: view.unread(),
             failure: failure.as_ref(),
             processes: tree.as_ref().map(Tree::shown),
-        })))?
+        })?
     } else {
         show(&view, &found, &sizes, tree, failure.as_ref(), args.verbose)
     }

@@ -1,4 +1,4 @@
-//! The command lines of `firn ps` and `firn status`.
+//! The command line of `firn ps`.
 
 use std::path::PathBuf;
 
@@ -16,11 +16,12 @@ pub struct Where {
 const PS: &str = "Examples:
   firn ps
   firn ps --watch
+  firn ps job
   firn ps -n k8s.io --state /run/k3s/containerd --json
 
-Exit status: 0 done, also if no container runs, 1 failed, 2 wrong usage.";
+Exit status: 0 done, also if no container runs, 1 failed, or there is no such container, 2 wrong usage.";
 
-/// List the containers under firn, with their GPUs, and what is in progress.
+/// List the containers under firn, or show one, with their GPUs, and what is in progress.
 ///
 /// Shows what each container is, the GPU memory that it uses, and of a checkpoint, restore, pause or move the
 /// phase, how long it has taken, how much is copied and how long it will still take. Names why a container is
@@ -29,33 +30,14 @@ Exit status: 0 done, also if no container runs, 1 failed, 2 wrong usage.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = PS)]
 pub struct PsArgs {
+    /// Id of a container. Shows it in detail.
+    pub container: Option<String>,
     #[command(flatten)]
     pub at: Where,
     /// Show it again every second, until Ctrl-C.
     #[arg(long, short)]
     pub watch: bool,
     /// Print JSON: one object, with --watch one in each line.
-    #[arg(long)]
-    pub json: bool,
-}
-
-const STATUS: &str = "Examples:
-  firn status job
-  firn status job -n k8s.io --json
-
-Exit status: 0 done, 1 there is no such container, or it failed, 2 wrong usage.";
-
-/// Show one container under firn in detail: its GPUs, its memory, and what is in progress.
-///
-/// `firn ps` lists all of them. Changes nothing.
-#[derive(Debug, clap::Args)]
-#[command(after_help = STATUS)]
-pub struct StatusArgs {
-    /// Id of the container.
-    pub id: String,
-    #[command(flatten)]
-    pub at: Where,
-    /// Print JSON.
     #[arg(long)]
     pub json: bool,
 }

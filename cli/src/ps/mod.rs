@@ -1,4 +1,4 @@
-//! `firn ps` and `firn status`: the containers under firn, and what is in progress.
+//! `firn ps`: the containers under firn, and what is in progress.
 
 pub mod args;
 pub mod container;
@@ -14,8 +14,7 @@ use serde::Serialize;
 
 use crate::output::{self, line, note, printed};
 use crate::text;
-use crate::view::args::SubjectArgs;
-use args::{PsArgs, StatusArgs, Where};
+use args::PsArgs;
 use container::Container;
 use gpus::Gpus;
 use transaction::{State, Transaction};
@@ -34,7 +33,7 @@ pub struct Containers<'a> {
     containers: Vec<container::Shown<'a>>,
 }
 
-printed! { Containers<'_>: "ps", "status" }
+printed! { Containers<'_>: "ps" }
 
 impl<'a> Containers<'a> {
     fn of(all: &'a [Container]) -> Self {
@@ -48,7 +47,7 @@ impl<'a> Containers<'a> {
 pub fn run(args: &PsArgs) -> Result<bool> {
     let mut gpus = Gpus::default();
     loop {
-        let mut containers = container::find(&args.at, None)?;
+        let mut containers = find(args)?;
         gpus.show(&mut containers);
         match (args.json, args.watch) {
             (true, true) => output::json_line(&Containers::of(&containers))?,
@@ -57,7 +56,14 @@ pub fn run(args: &PsArgs) -> Result<bool> {
                 if watch && std::io::stdout().is_terminal() {
                     output::raw(CLEAR);
                 }
-                print(&containers, &gpus);
+                if args.container.is_some() {
+                    containers.iter().for_each(detail);
+                } else {
+                    print(&containers);
+                }
+                if let Some(failure) = &gpus.failure {
+                    note!("firn: the driver's part is missing: {failure}");
+                }
             }
         }
         if !args.watch || output::is_closed() {
@@ -67,7 +73,20 @@ pub fn run(args: &PsArgs) -> Result<bool> {
     }
 }
 
-fn print(containers: &[Container], gpus: &Gpus) {
+/// Those that are asked for. One that is named has to be there.
+fn find(args: &PsArgs) -> Result<Vec<Container>> {
+    let found = container::find(&args.at, args.container.as_deref())?;
+    match &args.container {
+        Some(id) if found.is_empty() => bail!(
+            "no container {id} runs under firn here. hint: `firn ps` lists them; --namespace, or --state \
+             where containerd's is not {}",
+            args.at.state.display()
+        ),
+        _ => Ok(found),
+    }
+}
+
+fn print(containers: &[Container]) {
     if containers.is_empty() {
         line!("no container runs under firn");
         return;
@@ -104,9 +123,6 @@ fn print(containers: &[Container], gpus: &Gpus) {
         if let Some(resume) = container.resume() {
             line!("{id} is {state}; to resume it: {resume}");
         }
-    }
-    if let Some(failure) = &gpus.failure {
-        note!("firn: the driver's part is missing: {failure}");
     }
 }
 
@@ -159,51 +175,6 @@ fn seconds(time: Duration) -> String {
 fn copied(transaction: &Transaction) -> Option<String> {
     let (done, all) = transaction.copied()?;
     Some(format!("{} of {}", text::bytes(done), text::bytes(all)))
-}
-
-/// True: done.
-pub fn status(args: &StatusArgs) -> Result<bool> {
-    show(
-        &args.id,
-        &args.at,
-        args.json.then_some(|found| output::json(found)),
-    )
-}
-
-/// Prints containers as JSON.
-pub type Json = fn(&Containers<'_>) -> Result<()>;
-
-/// Shows the container that a subject names, as `firn status` does. True: done.
-pub fn inspect(subject: &SubjectArgs, json: Option<Json>) -> Result<bool> {
-    let at = Where {
-        namespace: Some(subject.containerd.namespace.clone()),
-        state: subject.state.clone(),
-    };
-    show(&subject.subject, &at, json)
-}
-
-fn show(id: &str, at: &Where, json: Option<Json>) -> Result<bool> {
-    let mut found = container::find(at, Some(id))?;
-    if found.is_empty() {
-        let state = at.state.display();
-        bail!(
-            "no container {id} runs under firn here. hint: `firn ps` lists them; --namespace, or --state \
-             where containerd's is not {state}"
-        );
-    }
-    let mut gpus = Gpus::default();
-    gpus.show(&mut found);
-    if let Some(print) = json {
-        print(&Containers::of(&found))?;
-        return Ok(true);
-    }
-    for container in &found {
-        detail(container);
-    }
-    if let Some(failure) = &gpus.failure {
-        note!("firn: the driver's part is missing: {failure}");
-    }
-    Ok(true)
 }
 
 /// Everything that is known of one, a line for each.

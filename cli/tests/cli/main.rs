@@ -27,7 +27,6 @@ fn wrong_usage_and_help() {
         "doctor",
         "restore",
         "ps",
-        "status",
         "images ls",
         "images prune",
         "store gc",
@@ -49,7 +48,7 @@ fn a_command_that_fails_prints_why_as_json() {
     node.program("firn-gpu", "exit 1");
     for (line, why) in [
         ("ps --state nowhere", "nowhere"),
-        ("status job --state nowhere", "nowhere"),
+        ("ps job --state nowhere", "nowhere"),
         ("audit job --state nowhere", "no container"),
         ("inspect none.tar", "none.tar"),
         (

@@ -1,4 +1,4 @@
-//! `firn ps` and `firn status`, with bundles as shims leave them.
+//! `firn ps`, with bundles as shims leave them.
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -143,13 +143,13 @@ fn ps_shows_what_is_in_progress_and_how_far_it_is() {
         shown.contains("gpu-restore") && shown.starts_with("CONTAINER"),
         "{shown}"
     );
-    let detail = text(&node.firn(&["status", "job", "--namespace", "default", "--state", "state"]));
+    let detail = text(&node.firn(&["ps", "job", "--namespace", "default", "--state", "state"]));
     assert!(
         detail.contains("checkpoint  copy-memory, for ") && detail.contains("copied     1.0 GiB of 4.0 GiB"),
         "{detail}"
     );
     // Of the same name in both namespaces.
-    let both = value(&node.firn(&["status", "job", "--state", "state", "--json"]));
+    let both = value(&node.firn(&["ps", "job", "--state", "state", "--json"]));
     assert_eq!(both["containers"].as_array().map(Vec::len), Some(2));
 }
 
@@ -227,7 +227,7 @@ fn ps_of_nothing() {
     bundle(&node, "default/idle", "");
     let shown = text(&node.firn(&["ps", "--state", "state"]));
     assert_eq!(shown.trim(), "no container runs under firn");
-    let unknown = node.firn(&["status", "none", "--state", "state"]);
+    let unknown = node.firn(&["ps", "none", "--state", "state"]);
     assert_eq!(unknown.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&unknown.stderr).contains("no container none runs under firn here"));
     let elsewhere = node.firn(&["ps", "--state", "nowhere"]);

@@ -18,7 +18,7 @@ const LISTINGS: [(&str, &str); 10] = [
         "ps --state state",
         "a-container-with-quite-a-long-name-of-its-own",
     ),
-    ("status job --state state", "container  job in namespace default"),
+    ("ps job --state state", "container  job in namespace default"),
     ("history --dir history", "FIRN-DUMP"),
     ("images ls --no-containerd --state state", "NAMESPACE"),
     ("images du --no-containerd --state state", "GPU MEMORY"),

@@ -155,7 +155,7 @@ fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
         ensure!(done["container"] == *id, "{done}");
         client.goes_on(3)?;
         node.firn(&["checkpoint", &id[..12], "/srv/job"])?;
-        let status = node.firn(&["status", "job"])?;
+        let status = node.firn(&["ps", "job"])?;
         ensure!(status["containers"][0]["container"] == *id, "{status}");
         client.kills()?;
         // Into the container that nerdctl still has.

@@ -57,8 +57,10 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
             }
         }
         // The container itself.
-        let status = host.firn(&["inspect", "job"])?;
+        let status = host.firn(&["ps", "job"])?;
         ensure!(status["containers"][0]["state"] == "running", "{status}");
+        let refused = failure(node.run(&["firn", "inspect", "job"]))?;
+        ensure!(refused.contains("hint: `firn ps job` shows it"), "{refused}");
         let planned = host.firn(&["plan", "job"])?;
         ensure!(
             planned["accepted"] == true && planned["map"][0]["new"] == *gpus[0],

@@ -1,4 +1,4 @@
-//! How far a copy is, while it lasts: in `firn status` and in the log.
+//! How far a copy is, while it lasts: in `firn ps` and in the log.
 
 use std::time::Duration;
 
@@ -16,16 +16,16 @@ const SOON: Duration = Duration::from_secs(30);
 const HOLD: &str = "/run/firn-hold";
 const HELD: &str = "/run/firn-held";
 
-/// What `firn status` shows of the job, once it is in this phase.
+/// What `firn ps` shows of the job, once it is in this phase.
 fn in_phase(host: &GpuHost, phase: &str) -> Result<Value> {
     let mut last = Value::Null;
     let seen = wait_for(&format!("phase {phase}"), SOON, || {
         // Before its Create the container is not known.
-        (_, last) = host.firn_shows(&["status", "job"])?;
+        (_, last) = host.firn_shows(&["ps", "job"])?;
         let now = &last["containers"][0]["transaction"];
         Ok((now["phase"] == phase && now["of"].as_u64() > Some(0)).then(|| now.clone()))
     });
-    seen.with_context(|| format!("firn status shows {last}"))
+    seen.with_context(|| format!("firn ps shows {last}"))
 }
 
 /// A copy that takes long is shown and logged; nothing is left of that.
@@ -49,7 +49,7 @@ fn is_shown(
     let count = || Ok::<_, anyhow::Error>(host.log_since(logged)?.matches(&line).count());
     wait_for("a line in the log", SOON, || Ok((count()? > 0).then_some(())))?;
     goes_on()?;
-    let after = host.node().run(&["firn", "status", "job"])?.stdout;
+    let after = host.node().run(&["firn", "ps", "job"])?.stdout;
     ensure!(
         after.contains("state      running") && !after.contains("copied"),
         "{after}"

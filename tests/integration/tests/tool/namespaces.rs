@@ -84,7 +84,7 @@ pub fn a_container_of_another_namespace_is_as_any_other(platform: Platform) -> R
                 shown["namespace"] == "other" && shown["gpus"][0]["index"] == 0,
                 "{shown}"
             );
-            let status = node.run(&["firn", "status", "job", "-n", "other"])?.stdout;
+            let status = node.run(&["firn", "ps", "job", "-n", "other"])?.stdout;
             ensure!(status.contains("job in namespace other"), "{status}");
             let end = "ctr -n other tasks delete --force job; ctr -n other containers delete job";
             node.run(&["sh", "-c", end])?;
