@@ -31,7 +31,6 @@ enum Cmd {
     Fuzz(fuzz::Cmd),
     Mutants(mutants::Cmd),
     Bench(firn_bench::Cmd),
-    Cast(firn_demo::cast::Cmd),
     Cluster(cluster::Cmd),
     Dist(bundle::dist::Cmd),
     Node(node::Cmd),
@@ -48,7 +47,6 @@ fn main() -> ExitCode {
         }
         Cmd::Test(cmd) => supervised(|| test::run(&cmd)),
         Cmd::Bench(cmd) => supervised(|| firn_bench::run(cmd)),
-        Cmd::Cast(cmd) => supervised(|| firn_demo::cast::run(&cmd, &workspace()?)),
         Cmd::Cluster(cmd) => supervised(|| cluster::run(&cmd)),
         Cmd::Dist(cmd) => bundle::dist::run(&cmd).map(|()| ExitCode::SUCCESS),
         Cmd::Faults(cmd) => supervised(|| faults::run(&cmd)),

@@ -1,7 +1,6 @@
 //! `cargo xtask demo`: a GPU container moves to another machine and another GPU.
 #![forbid(unsafe_code)]
 
-pub mod cast;
 mod figures;
 mod gpu;
 mod nodes;
