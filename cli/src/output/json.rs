@@ -1,4 +1,4 @@
-//! What `--json` prints: one object with a type, of which docs/reference/schemas has the schema.
+//! What `--json` prints: one object with a type, of which docs/reference/schema.json has the schema.
 //!
 //! A field that has no value is absent: no output has a null.
 
@@ -18,15 +18,15 @@ macro_rules! printed {
     ($($printed:ty: $($command:literal),+);+ $(;)?) => {
         $(impl $crate::output::Printed for $printed {})+
 
-        #[cfg(test)]
-        mod schema_tests {
-            use super::*;
-
-            #[test]
-            fn the_schemas_are_those_of_the_types() {
-                $($($crate::output::schema::compare::<$printed>($command);)+)+
+        $($(
+            #[cfg(test)]
+            inventory::submit! {
+                $crate::output::schema::Command {
+                    name: $command,
+                    schema: $crate::output::schema::of::<$printed>,
+                }
             }
-        }
+        )+)+
     };
 }
 

@@ -1,39 +1,69 @@
-//! Schemas of what `--json` prints, by the types: docs/reference/schemas has them.
+//! The schema of what `--json` prints, by the types: docs/reference/schema.json has it.
 
-use std::fs;
-
-use firn_documents::schema;
-use schemars::generate::SchemaSettings;
+use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::transform::RecursiveTransform as EachPart;
 use schemars::{JsonSchema, Schema};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-/// Set: the files are written.
-const WRITE: &str = "FIRN_WRITE_SCHEMAS";
+/// Set: the file is written.
+const WRITE: &str = "FIRN_WRITE_SCHEMA";
 
-/// Compares the schema of a type with the file of a command, or writes the file.
-pub fn compare<T: JsonSchema>(command: &str) {
+/// A command, or `failure`, and the type that it prints; [`printed`](crate::output::printed) makes one.
+pub struct Command {
+    pub name: &'static str,
+    pub schema: fn(&mut SchemaGenerator) -> Schema,
+}
+
+inventory::collect!(Command);
+
+/// The schema of a type: a reference to its definition.
+pub fn of<T: JsonSchema>(generator: &mut SchemaGenerator) -> Schema {
+    generator.subschema_for::<T>()
+}
+
+/// Names of the commands that print JSON, with `failure`.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    inventory::iter::<Command>.into_iter().map(|command| command.name)
+}
+
+/// One definition for each type, and for each command.
+fn whole() -> Value {
     let settings = SchemaSettings::draft2020_12().with_transform(EachPart(without_null));
-    let settings = settings.with_transform(EachPart(in_one_line));
-    let mut schema = settings.into_generator().into_root_schema_for::<T>();
-    let title = match command {
-        "failure" => "a command of firn with --json that has failed".to_owned(),
-        _ => format!("firn {command} --json"),
+    let mut generator = settings.with_transform(EachPart(in_one_line)).into_generator();
+    let mut commands: Vec<&Command> = inventory::iter::<Command>.into_iter().collect();
+    // Types of one name get numbers in this order.
+    commands.sort_by_key(|command| command.name);
+    let of_command = |command: &Command| {
+        let name = match command.name {
+            "failure" => "failure".to_owned(),
+            name => format!("firn {name}"),
+        };
+        (name, (command.schema)(&mut generator).to_value())
     };
-    schema.insert("title".to_owned(), json!(title));
-    let name = command.replace(' ', "-");
-    assert_eq!(undescribed(schema.as_value()), Vec::<String>::new(), "{name}");
-    let path = schema::directory().join(name).with_extension("json");
+    let mut definitions: Map<String, Value> = commands.into_iter().map(of_command).collect();
+    definitions.extend(generator.take_definitions(true));
+    json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "What firn prints with --json",
+        "description": "The definition of a command, as `firn ps`, is that of the object that it prints.",
+        "$defs": definitions,
+    })
+}
+
+#[test]
+fn the_schema_is_that_of_the_types() {
+    let schema = whole();
+    assert_eq!(undescribed(&schema), Vec::<String>::new());
     let text = serde_json::to_string_pretty(&schema).expect("JSON") + "\n";
+    let path = firn_documents::schema::path();
     if std::env::var_os(WRITE).is_some() {
-        fs::write(&path, text).unwrap_or_else(|error| panic!("write {}: {error}", path.display()));
-        return;
+        std::fs::write(&path, &text).unwrap_or_else(|error| panic!("write {}: {error}", path.display()));
     }
-    let kept = fs::read_to_string(&path).unwrap_or_default();
-    let shown = path.display();
-    assert_eq!(
-        kept, text,
-        "{shown} is not that of the type: run the test with {WRITE}=1"
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        kept == text,
+        "{} is not that of the types: run the test with {WRITE}=1",
+        path.display()
     );
 }
 

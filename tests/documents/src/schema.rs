@@ -1,16 +1,16 @@
-//! Compares what `firn --json` prints with the schemas of docs/reference/schemas.
+//! Compares what `firn --json` prints with docs/reference/schema.json.
 //!
-//! It knows the keywords of JSON Schema that these have, and fails on any other. It is stricter than the
-//! schemas are for consumers: a field that is not described fails.
+//! It knows the keywords of JSON Schema that the file has, and fails on any other. It is stricter than the
+//! schema is for consumers: a field that is not described fails.
 
 use std::fs;
 use std::path::PathBuf;
 
 use serde_json::{Map, Value};
 
-/// Where the schemas are.
-pub fn directory() -> PathBuf {
-    crate::root().join("docs/reference/schemas")
+/// Where the schema is.
+pub fn path() -> PathBuf {
+    crate::root().join("docs/reference/schema.json")
 }
 
 /// The value that a command of firn has printed, if its schema describes it. `words` is the command line
@@ -23,38 +23,39 @@ pub fn printed(words: &[&str], output: &str) -> Result<Value, String> {
     let is_failure = value
         .as_object()
         .is_some_and(|fields| fields.len() == 1 && fields.get("failure").is_some_and(Value::is_string));
+    let mut schema = read()?;
     let name = if is_failure {
         "failure".to_owned()
     } else {
-        name(words)
+        name(&schema, words)
     };
-    let schema = read(&name)?;
+    schema["$ref"] = Value::from(format!("#/$defs/{name}"));
     match faults(&schema, &value) {
         faults if faults.is_empty() => Ok(value),
         faults => Err(format!(
-            "not as {name}.json describes it: {}: {value:#}",
+            "not as the schema describes {name}: {}: {value:#}",
             faults.join("; ")
         )),
     }
 }
 
-/// The schema of a command: one of two words, as `images ls`, or of one.
-fn name(words: &[&str]) -> String {
+/// The definition of a command: one of two words, as `images ls`, or of one.
+fn name(schema: &Value, words: &[&str]) -> String {
     let words: Vec<&str> = words
         .iter()
         .take_while(|word| !word.starts_with('-'))
         .copied()
         .collect();
-    let two = words.iter().take(2).copied().collect::<Vec<_>>().join("-");
-    if directory().join(format!("{two}.json")).exists() {
-        two
+    let of = |count: usize| format!("firn {}", words[..count.min(words.len())].join(" "));
+    if schema["$defs"].get(of(2)).is_some() {
+        of(2)
     } else {
-        words.first().copied().unwrap_or_default().to_owned()
+        of(1)
     }
 }
 
-fn read(name: &str) -> Result<Value, String> {
-    let path = directory().join(format!("{name}.json"));
+fn read() -> Result<Value, String> {
+    let path = path();
     let text = fs::read_to_string(&path).map_err(|error| format!("read {}: {error}", path.display()))?;
     serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))
 }
