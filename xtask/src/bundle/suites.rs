@@ -142,8 +142,10 @@ fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
     for name in LIBRARIES {
         copy_stripped(&built.program(name), bin)?;
     }
-    let own = std::env::current_exe().context("find this program")?;
-    copy_stripped(&own, bin).map(drop)
+    // cargo may just have put another build of it where it was.
+    let own = bin.join("xtask");
+    fs::copy("/proc/self/exe", &own).context("copy this program")?;
+    check(Command::new("strip").arg("--strip-unneeded").arg(&own))
 }
 
 /// The program of the suites.

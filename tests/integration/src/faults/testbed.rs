@@ -413,7 +413,11 @@ impl<'t> Job<'t> {
             if process.command != "gpu-counter" {
                 continue;
             }
-            let status = node.read(format!("/proc/{}/status", process.pid))?;
+            // One that was the fault may have ended meanwhile.
+            let Ok(status) = node.read(format!("/proc/{}/status", process.pid)) else {
+                ensure!(!node.path(format!("/proc/{}", process.pid)).exists(), "no status");
+                continue;
+            };
             let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:\t"));
             ensure!(tracer == Some("0"), "pid {} is traced by {tracer:?}", process.pid);
         }
