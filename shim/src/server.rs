@@ -2,8 +2,8 @@
 //!
 //! Life: adopt the listener, become the subreaper, log to containerd, serve, wait for the Shutdown RPC or a
 //! signal, then end in order: the socket disappears (a new `start` makes its own shim instead of finding a
-//! dying one), no more connections, answers under way, events to containerd and the history. All of that
-//! within [`SHUTDOWN_LIMIT`].
+//! dying one), no more connections, events to containerd, answers under way, the history. All of that within
+//! [`SHUTDOWN_LIMIT`].
 //!
 //! The service is served under both of its names, `containerd.task.v2.Task` and `containerd.task.v3.Task`,
 //! which are the same on the wire: whichever a daemon of whatever age has on record for this shim, it is
@@ -23,7 +23,7 @@ use firn_host::FileId;
 use nix::sys::prctl;
 use nix::unistd::geteuid;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use ttrpc::r#async::Server;
 
 use crate::action_io::runtime;
@@ -130,20 +130,22 @@ pub async fn serve(
     log::debug!("serving");
 
     serving.cancelled().await;
+    let ending = Instant::now();
     // Order matters: see the module head.
     socket.remove();
     server.stop_listen().await;
     let limit = SHUTDOWN_LIMIT - DISCONNECT_LIMIT;
-    let (delivered, written) = tokio::join!(publisher.flush(limit), history.flush(limit));
-    if !delivered {
+    if !publisher.flush(limit).await {
         log::error!("not all events were delivered to containerd within {limit:?}");
-    }
-    if !written {
-        log::warn!("not all transactions were written into the history within {limit:?}");
     }
     // Calls that wait for a container that will never exit do not hold up the end.
     if timeout(DISCONNECT_LIMIT, server.disconnect()).await.is_err() {
         log::warn!("ending with calls unanswered");
+    }
+    // Order matters: transactions that have just been answered are written, too.
+    let limit = ending + SHUTDOWN_LIMIT - Instant::now();
+    if !history.flush(limit).await {
+        log::warn!("not all transactions were written into the history within {limit:?}");
     }
     Ok(())
 }
