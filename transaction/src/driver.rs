@@ -355,7 +355,8 @@ impl Driver {
         &mut self,
         pids: &[i32],
         pairs: &[GpuPair],
-        (needs, own): (GpuMemory, Vec<i32>),
+        needs: GpuMemory,
+        own: Vec<i32>,
     ) -> Result<(), WorkerError> {
         let request = Request::Restore {
             pids: pids.to_vec(),

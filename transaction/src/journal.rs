@@ -301,6 +301,14 @@ impl Journal {
         self.step(Step::Phase(phase));
     }
 
+    /// The time from now on is that of `phase`, which is a part of the one that was entered, or was shown
+    /// already.
+    pub(crate) fn measure(&self, phase: Phase) {
+        if let Some(recording) = recording::current() {
+            recording.enter(phase);
+        }
+    }
+
     /// As [`Journal::enter`], for a phase that has to happen also when the journal cannot be written.
     pub async fn enter_anyway(&self, phase: Phase) {
         self.enter(phase).await.or_log();
@@ -308,6 +316,9 @@ impl Journal {
 
     /// `phase` has ended, with success or not.
     pub async fn leave(&self, phase: Phase, ok: bool) {
+        if !ok && let Some(recording) = recording::current() {
+            recording.fail(phase);
+        }
         self.note(Line::Leave { phase, ok }).await;
     }
 

@@ -54,6 +54,7 @@ pub mod sys;
 pub mod testing;
 pub mod timings;
 pub mod tracer;
+mod transaction;
 pub mod unmount;
 mod warn;
 

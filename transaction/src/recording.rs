@@ -99,10 +99,10 @@ pub struct Recording {
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) phases: Vec<PhaseTime>,
-    /// When the last phase ended.
-    last: Instant,
-    /// The phase that was entered and has not ended.
-    pub(crate) open: Option<Phase>,
+    /// The phase in progress, and when it began.
+    open: Option<(Phase, Instant)>,
+    /// A phase has failed: what follows is its rollback.
+    has_failed: bool,
     pub(crate) gpu_bytes: u64,
     pub(crate) image_bytes: u64,
 }
@@ -134,23 +134,6 @@ pub(crate) fn adopt(origin: &Origin, operation: Operation, container: &str) {
     let _ = CALL.try_with(|call| *lock(&call.current) = Some(Arc::new(of)));
 }
 
-impl Measured {
-    pub(crate) fn push(&mut self, begun: Instant, phase: Phase, failed: bool) {
-        let now = Instant::now();
-        if self.phases.len() < PHASES {
-            self.phases.push(PhaseTime {
-                name: phase.name().to_owned(),
-                at_ms: millis(self.last.duration_since(begun)),
-                ms: millis(now.duration_since(self.last)),
-                failed,
-            });
-        }
-        self.last = now;
-        // A part of the open phase leaves it open.
-        self.open = self.open.filter(|open| *open != phase);
-    }
-}
-
 impl Recording {
     fn of(operation: Operation, container: &str, namespace: &str) -> Self {
         let now = Instant::now();
@@ -163,8 +146,8 @@ impl Recording {
             begun: now,
             measured: Mutex::new(Measured {
                 phases: Vec::new(),
-                last: now,
                 open: None,
+                has_failed: false,
                 gpu_bytes: 0,
                 image_bytes: 0,
             }),
@@ -184,19 +167,59 @@ impl Recording {
         }
     }
 
-    /// `phase` begins. A rollback ends the phase that was open: that one has failed.
+    /// `phase` begins, and the one in progress has ended. A phase that is in progress already continues. A
+    /// rollback begins because the phase in progress has failed.
     pub(crate) fn enter(&self, phase: Phase) {
         let mut measured = lock(&self.measured);
-        match measured.open {
-            Some(open) if phase == Phase::Rollback => measured.push(self.begun, open, true),
-            _ => {}
+        if measured.open.is_none_or(|(open, _)| open != phase) {
+            let is_rollback = phase == Phase::Rollback;
+            let failed = is_rollback && !measured.has_failed;
+            self.close(&mut measured, failed);
+            measured.has_failed |= is_rollback;
+            measured.open = Some((phase, Instant::now()));
         }
-        measured.open = Some(phase);
     }
 
-    /// `phase` has ended; it has taken the time since the last one.
-    pub(crate) fn mark(&self, phase: Phase) {
-        lock(&self.measured).push(self.begun, phase, false);
+    /// The phase in progress has failed: `phase`, or one that only divides its time.
+    pub(crate) fn fail(&self, phase: Phase) {
+        let mut measured = lock(&self.measured);
+        if let Some((open, _)) = &mut measured.open
+            && matches!(open, Phase::Inspect | Phase::Freeze)
+        {
+            *open = phase;
+        }
+        self.close(&mut measured, true);
+    }
+
+    /// The phase in progress has failed, and what follows makes up for it.
+    pub(crate) fn fail_open(&self) {
+        self.close(&mut lock(&self.measured), true);
+    }
+
+    /// The phases are over, with success or not. A transaction that fails without a phase that has failed
+    /// has failed in the phase in progress.
+    pub(crate) fn end(&self, ok: bool) {
+        let mut measured = lock(&self.measured);
+        let failed = !ok && !measured.has_failed;
+        self.close(&mut measured, failed);
+    }
+
+    fn close(&self, measured: &mut Measured, failed: bool) {
+        let Some((phase, begun)) = measured.open.take() else {
+            return;
+        };
+        let ms = millis(begun.elapsed());
+        let (op, container, name) = (self.operation.name(), &self.container, phase.name());
+        log::info!("op={op} container={container} phase={name} ms={ms:.1}");
+        measured.has_failed |= failed;
+        if measured.phases.len() < PHASES {
+            measured.phases.push(PhaseTime {
+                name: name.to_owned(),
+                at_ms: millis(begun.duration_since(self.begun)),
+                ms,
+                failed,
+            });
+        }
     }
 
     pub(crate) fn gpu_bytes(&self, bytes: u64) {

@@ -1,104 +1,120 @@
-//! How long each phase of a transaction took.
+//! How long each phase of a transaction took, as a file in the bundle for people and scripts.
 //!
-//! Measured once. The figures go to the log and, as JSON, to a file in the bundle for people and scripts.
+//! The figures are those of [`Recording`]: they are measured once.
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::phase::Phase;
-use crate::recording;
+use crate::blocking::blocking;
+use crate::panics::lock;
+use crate::recording::{self, PhaseTime, Recording, millis};
 use crate::warn::OrWarn;
 
 /// File in the bundle with the timings of the last transaction. The next transaction replaces it.
 pub const FILE: &str = "firn-timings.json";
 
-#[derive(Serialize)]
-struct Timing {
-    name: Phase,
-    ms: f64,
-}
+/// How long the bundle's file system may take.
+const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long the phases of one transaction took.
 #[derive(Serialize)]
-pub(crate) struct PhaseTimings {
+struct Timings {
     op: &'static str,
     container: String,
     phases: Vec<Timing>,
     total_ms: f64,
     ok: bool,
-    #[serde(skip)]
-    begun: Instant,
-    #[serde(skip)]
-    last: Instant,
 }
 
-impl PhaseTimings {
-    /// Starts the clock of a transaction.
-    pub fn begin(op: &'static str, container: &str) -> Self {
-        let now = Instant::now();
+/// A phase, with all of its parts.
+#[derive(Serialize)]
+struct Timing {
+    name: String,
+    ms: f64,
+}
+
+impl Timings {
+    /// Of a transaction that has ended.
+    fn of(recording: &Recording, ok: bool) -> Self {
         Self {
-            op,
-            container: container.to_owned(),
-            phases: Vec::new(),
-            total_ms: 0.0,
-            ok: false,
-            begun: now,
-            last: now,
+            op: recording.operation.name(),
+            container: recording.container.clone(),
+            phases: sums(&lock(&recording.measured).phases),
+            total_ms: millis(recording.begun.elapsed()),
+            ok,
         }
     }
+}
 
-    /// Counts the time since the last mark as time of `phase`.
-    pub fn mark(&mut self, phase: Phase) {
-        if let Some(recording) = recording::current() {
-            recording.mark(phase);
-        }
-        self.count(phase);
-    }
-
-    /// The same for a phase that has failed. The history has it from the rollback.
-    pub fn mark_failed(&mut self, phase: Phase) {
-        self.count(phase);
-    }
-
-    fn count(&mut self, phase: Phase) {
-        let now = Instant::now();
-        let ms = now.duration_since(self.last).as_secs_f64() * 1000.0;
-        self.last = now;
-        let (op, container, name) = (self.op, &self.container, phase.name());
-        log::info!("op={op} container={container} phase={name} ms={ms:.1}");
-        match self.phases.iter_mut().find(|timing| timing.name == phase) {
-            Some(timing) => timing.ms += ms,
-            None => self.phases.push(Timing { name: phase, ms }),
+/// One figure for each phase, also if it was entered twice.
+fn sums(phases: &[PhaseTime]) -> Vec<Timing> {
+    let mut sums: Vec<Timing> = Vec::new();
+    for PhaseTime { name, ms, .. } in phases {
+        match sums.iter_mut().find(|sum| sum.name == *name) {
+            Some(sum) => sum.ms += ms,
+            None => sums.push(Timing {
+                name: name.clone(),
+                ms: *ms,
+            }),
         }
     }
+    sums
+}
 
-    /// Writes the figures to the bundle. A failure to write them, such as a full disk, fails no transaction.
-    pub fn end(&mut self, bundle: &Path, ok: bool) {
-        self.total_ms = self.begun.elapsed().as_secs_f64() * 1000.0;
-        self.ok = ok;
-        let (op, container, ms) = (self.op, &self.container, self.total_ms);
-        log::info!("op={op} container={container} ok={ok} ms={ms:.1}");
-        let written = serde_json::to_vec(self)
-            .map_err(std::io::Error::from)
-            .and_then(|json| std::fs::write(bundle.join(FILE), json));
-        written.or_warn(format_args!("cannot write {FILE}"));
+/// The phase of this call's transaction that is in progress has failed, and what follows makes up for it.
+pub(crate) fn fail() {
+    if let Some(recording) = recording::current() {
+        recording.fail_open();
+    }
+}
+
+/// The phases of this call's transaction are over: what follows belongs to none.
+pub(crate) fn stop(ok: bool) {
+    if let Some(recording) = recording::current() {
+        recording.end(ok);
+    }
+}
+
+/// Writes the figures of this call's transaction to the bundle. A failure to write them, such as a full disk,
+/// fails no transaction.
+pub(crate) async fn write(bundle: &Path, ok: bool) {
+    let Some(recording) = recording::current() else {
+        return;
+    };
+    let timings = Timings::of(&recording, ok);
+    let Timings {
+        op,
+        container,
+        total_ms,
+        ..
+    } = &timings;
+    log::info!("op={op} container={container} ok={ok} ms={total_ms:.1}");
+    let file = bundle.join(FILE);
+    let written = blocking(move || std::fs::write(file, serde_json::to_vec(&timings)?));
+    match tokio::time::timeout(PATIENCE, written).await {
+        Ok(written) => drop(written.or_warn(format_args!("cannot write {FILE}"))),
+        Err(_) => log::warn!("cannot write {FILE} within {PATIENCE:?}"),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::phase::{Operation, Phase};
 
-    #[test]
-    fn a_phase_that_is_entered_twice_has_one_figure() {
+    #[tokio::test]
+    async fn a_phase_that_is_entered_twice_has_one_figure() {
         let bundle = tempfile::tempdir().unwrap();
-        let mut timings = PhaseTimings::begin("checkpoint", "c");
-        for phase in [Phase::Inspect, Phase::GpuLock, Phase::Inspect] {
-            timings.mark(phase);
-        }
-        timings.end(bundle.path(), true);
+        let call = recording::within_call(async {
+            let recording = recording::begin(Operation::Checkpoint, "c", "default");
+            for phase in [Phase::Inspect, Phase::GpuLock, Phase::Inspect] {
+                recording.enter(phase);
+            }
+            stop(true);
+            write(bundle.path(), true).await;
+        });
+        call.await;
         let written = std::fs::read(bundle.path().join(FILE)).unwrap();
         let written: serde_json::Value = serde_json::from_slice(&written).unwrap();
         let names: Vec<_> = written["phases"]

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 
-use firn_config::{Config, Tcp, names};
+use firn_config::{Tcp, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::{UnlessAbsent, atomic_file};
@@ -27,19 +27,17 @@ use super::dump::{Found, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
 use crate::blocking::blocking;
 use crate::cancel::CancellationToken;
-use crate::cgroup::{Cgroup, Still};
-use crate::container::Container;
+use crate::cgroup::Still;
 use crate::driver::{Driver, WorkerError};
-use crate::effects::{self, Device};
+use crate::effects::{self, Device, Dump as _};
 use crate::end_proof::EndProof;
 use crate::huge_pages;
-use crate::journal::{self, Journal, Operation};
+use crate::journal;
 use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::procfs;
-use crate::reaper::Reaper;
-use crate::timings::PhaseTimings;
 use crate::tracer::{TracedThreads, threads};
+use crate::transaction::Transaction;
 use crate::warn::OrWarn;
 use copying::Copied;
 
@@ -75,22 +73,13 @@ pub(super) struct Source {
 
 /// A container under checkpoint, and what the checkpoint uses.
 pub(super) struct ContainerEffects<'a> {
-    pub container: &'a Container,
-    pub operation: Operation,
+    pub transaction: &'a Transaction<'a>,
     pub request: &'a Request,
-    pub config: &'a Config,
-    pub cgroup: Cgroup,
     pub gpu: Driver,
-    pub reaper: &'a Reaper,
-    pub timings: PhaseTimings,
-    pub journal: Journal,
-    pub cancel: CancellationToken,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
     pub needs: GpuMemory,
     /// firn's plugin for CRIU, if it is installed.
     pub criu_plugin: Option<PathBuf>,
-    /// Random id of the checkpoint.
-    pub checkpoint: String,
     pub progress: Progress,
 }
 
@@ -148,13 +137,34 @@ impl Progress {
     }
 }
 
+impl<'a> ContainerEffects<'a> {
+    pub(super) fn new(transaction: &'a Transaction<'a>, request: &'a Request, progress: Progress) -> Self {
+        Self {
+            transaction,
+            request,
+            gpu: transaction.driver(),
+            needs: GpuMemory::new(),
+            criu_plugin: None,
+            progress,
+        }
+    }
+}
+
 impl ContainerEffects<'_> {
     /// Cleans up after the dump. Adds the errors of CRIU's log to `failure`, or replaces it if the image
     /// directory has gone.
     pub(super) async fn tidy(&mut self, failure: Option<&mut EffectError>) {
         let failed = failure.filter(|error| matches!(error, EffectError::Dump(DumpError::Failed { .. })));
-        let (leftovers, cancel) = (std::mem::take(&mut self.progress.leftovers), &self.cancel);
-        let tidied = leftovers.tidy(self.container, failed.is_some(), self.progress.complete, cancel);
+        let (leftovers, cancel) = (
+            std::mem::take(&mut self.progress.leftovers),
+            self.transaction.cancel(),
+        );
+        let tidied = leftovers.tidy(
+            self.transaction.container,
+            failed.is_some(),
+            self.progress.complete,
+            cancel,
+        );
         match (failed, tidied.await) {
             (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
             (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
@@ -164,26 +174,32 @@ impl ContainerEffects<'_> {
 
     /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
-        let killed = self.cgroup.kill_all(self.config.deadlines.end).await;
+        let killed = self
+            .transaction
+            .cgroup
+            .kill_all(self.transaction.config.deadlines.end)
+            .await;
         killed
             .unless_absent()
-            .or_warn(format_args!("cannot kill {}", self.container.id));
+            .or_warn(format_args!("cannot kill {}", self.transaction.container.id));
         // Order matters: held threads are released once they cannot run any more.
-        drop(self.container.take_held());
+        drop(self.transaction.container.take_held());
     }
 
     /// After a failure: ends a container that is to end, and leaves nothing of one that has ended stopped.
     /// Returns whether it lives.
     pub(super) async fn is_left_alive(&mut self) -> bool {
-        let is_cancelled = self.cancel.is_cancelled();
+        let is_cancelled = self.transaction.cancel().is_cancelled();
         if is_cancelled {
+            // Containers of the same pod share its network.
+            self.release_from_criu().await;
             self.kill().await;
         }
         // A killed process that still frees its memory is no zombie yet.
-        let is_alive = !is_cancelled && procfs::is_alive(self.container.init.pid());
+        let is_alive = !is_cancelled && procfs::is_alive(self.transaction.container.init.pid());
         if !is_alive {
             self.leave_thawed().await;
-            drop(self.container.take_held());
+            drop(self.transaction.container.take_held());
         }
         is_alive
     }
@@ -191,37 +207,44 @@ impl ContainerEffects<'_> {
     /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
     /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        let thawed = self.cgroup.thaw(self.config.deadlines.freeze).await;
+        let thawed = self
+            .transaction
+            .cgroup
+            .thaw(self.transaction.config.deadlines.freeze)
+            .await;
         thawed
             .unless_absent()
-            .or_warn(format_args!("cannot thaw {}", self.container.id));
+            .or_warn(format_args!("cannot thaw {}", self.transaction.container.id));
     }
 
     /// Ends a container whose image is on its disk: kills it, deletes the runtime's state, and waits until
     /// init is reaped.
     pub(super) async fn finish_container(&mut self, proof: EndProof) -> Result<(), EndError> {
-        log::info!("container={} ends: {proof}", self.container.id);
-        self.journal.enter_anyway(Phase::End).await;
-        let limit = self.config.deadlines.end;
-        self.cgroup.kill_all(limit).await?;
+        log::info!("container={} ends: {proof}", self.transaction.container.id);
+        self.transaction.journal.enter_anyway(Phase::End).await;
+        let limit = self.transaction.config.deadlines.end;
+        self.transaction.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
         // Not the transaction's own token: the end of init cancels that, and here init shall end.
-        let hooks = self.container.hooks.begin();
-        self.container.runc.finish(hooks.cancel.cancelled()).await?;
+        let hooks = self.transaction.container.hooks.begin();
+        self.transaction
+            .container
+            .runc
+            .finish(hooks.cancel.cancelled())
+            .await?;
         drop(hooks);
         journal::point("finish-deleted").await;
         // The client may ask for the exit status as soon as this returns.
-        tokio::time::timeout(limit, self.container.init.wait())
+        tokio::time::timeout(limit, self.transaction.container.init.wait())
             .await
             .map_err(|_| EndError::InitAlive)?;
-        self.timings.mark(Phase::End);
         Ok(())
     }
 
     /// Processes of the container that may have memory on its GPUs: all of them, or those with CUDA if there
     /// are very many. The worker's lines are of 1 MiB at most, and a rollback must not fail by that.
     fn own_pids(&self) -> Result<Vec<i32>, EffectError> {
-        let pids = self.cgroup.pids()?;
+        let pids = self.transaction.cgroup.pids()?;
         let parked = self.progress.parked.as_ref();
         let cuda = parked.map_or(&self.progress.cuda, |parked| &parked.processes);
         if pids.len() > MOST_PIDS && !cuda.is_empty() {
@@ -246,7 +269,10 @@ impl ContainerEffects<'_> {
             // With `refuse` there are none but those that have ended.
             Tcp::Refuse | Tcp::Close => Continued::None,
         };
-        let (image, limit) = (self.request.image.inside(), self.config.deadlines.look);
+        let (image, limit) = (
+            self.request.image.inside(),
+            self.transaction.config.deadlines.look,
+        );
         let unix_sockets = self.progress.unix_sockets.len();
         let close = move || {
             if unix_sockets > 0 {
@@ -254,12 +280,18 @@ impl ContainerEffects<'_> {
             }
             close_connections(&image, continued)
         };
-        let found = bounded("close connections in the image", limit, &self.cancel, close).await?;
+        let found = bounded(
+            "close connections in the image",
+            limit,
+            self.transaction.cancel(),
+            close,
+        )
+        .await?;
         let found = found.map_err(DumpError::Connections)?;
         if let Some(source) = &mut self.progress.source {
             source.dump.open_tcp = found.kept > 0;
         }
-        let id = &self.container.id;
+        let id = &self.transaction.container.id;
         if unix_sockets > 0 {
             log::info!("{unix_sockets} Unix sockets are closed in the checkpoint of {id}");
         }
@@ -276,14 +308,14 @@ impl ContainerEffects<'_> {
     /// Writes CRIU's configuration for the dump. Returns the directory of CRIU's plugins, with firn's own
     /// where the dump needs it.
     fn configure_criu(&self) -> Result<PathBuf, EffectError> {
-        let plugins = self.container.bundle.join(names::BUNDLE_CRIU_LIBS);
-        if let Some(criu) = self.container.traits.criu.clone() {
+        let plugins = self.transaction.container.bundle.join(names::BUNDLE_CRIU_LIBS);
+        if let Some(criu) = self.transaction.container.traits.criu.clone() {
             let unix_sockets = &self.progress.unix_sockets;
             let is_needed = !self.progress.inherited.is_empty() || !unix_sockets.is_empty();
             let plugin = self.criu_plugin.clone().filter(|_| is_needed);
             criu.with_tcp(self.source().assertions.tcp)
                 .with_link_remap(self.progress.link_remap)
-                .with_plugins(self.config.criu.libs_dir.clone(), plugin)
+                .with_plugins(self.transaction.config.criu.libs_dir.clone(), plugin)
                 .write(criu_config::Operation::Dump)?;
             if !unix_sockets.is_empty() {
                 list(unix_sockets, &plugins).map_err(|source| CriuError::Write {
@@ -321,7 +353,7 @@ impl effects::Gpu for ContainerEffects<'_> {
     type Error = EffectError;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), EffectError> {
-        Ok(self.journal.enter(phase).await?)
+        Ok(self.transaction.journal.enter(phase).await?)
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), EffectError> {
@@ -333,56 +365,65 @@ impl effects::Gpu for ContainerEffects<'_> {
                 needs: self.needs.clone(),
             }],
         };
+        self.transaction.journal.measure(Phase::GpuRestore);
         let own = self.own_pids()?;
         for RestoreCall { pids, pairs, needs } in calls {
-            let room = (needs, own.clone());
-            unless_cancelled(&self.cancel, self.gpu.restore(&pids, &pairs, room)).await?;
+            unless_cancelled(
+                self.transaction.cancel(),
+                self.gpu.restore(&pids, &pairs, needs, own.clone()),
+            )
+            .await?;
         }
-        self.timings.mark(Phase::GpuRestore);
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        self.journal.show(Phase::GpuUnlock);
-        unless_cancelled(&self.cancel, self.gpu.unlock(pids)).await?;
-        self.timings.mark(Phase::GpuUnlock);
+        self.transaction.journal.show(Phase::GpuUnlock);
+        unless_cancelled(self.transaction.cancel(), self.gpu.unlock(pids)).await?;
         Ok(())
     }
 }
 
 impl Device for ContainerEffects<'_> {
     fn is_ended(&self) -> bool {
-        self.cancel.is_cancelled() || !procfs::is_alive(self.container.init.pid())
+        self.transaction.cancel().is_cancelled() || !procfs::is_alive(self.transaction.container.init.pid())
     }
 
     async fn leave(&mut self, phase: Phase, ok: bool) {
-        if !ok {
-            // What a phase that failed took is shown as its own.
-            self.timings.mark_failed(phase);
-        }
-        self.journal.leave(phase, ok).await;
+        self.transaction.journal.leave(phase, ok).await;
     }
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
-        let freeze = self.cgroup.freeze_outside_vfork(self.config.deadlines.freeze);
-        unless_cancelled(&self.cancel, freeze).await
+        let freeze = self
+            .transaction
+            .cgroup
+            .freeze_outside_vfork(self.transaction.config.deadlines.freeze);
+        unless_cancelled(self.transaction.cancel(), freeze).await
     }
 
     async fn keep_frozen(&mut self) -> Result<(), EffectError> {
         unless_cancelled(
-            &self.cancel,
-            self.cgroup.keep_frozen(self.config.deadlines.freeze),
+            self.transaction.cancel(),
+            self.transaction
+                .cgroup
+                .keep_frozen(self.transaction.config.deadlines.freeze),
         )
         .await
     }
 
     async fn thaw(&mut self) -> Result<(), EffectError> {
-        unless_cancelled(&self.cancel, self.cgroup.thaw(self.config.deadlines.freeze)).await
+        unless_cancelled(
+            self.transaction.cancel(),
+            self.transaction
+                .cgroup
+                .thaw(self.transaction.config.deadlines.freeze),
+        )
+        .await
     }
 
     async fn expect_running(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        let states = self.gpu.states(pids, self.config.deadlines.discover);
-        for (pid, state) in unless_cancelled(&self.cancel, states).await? {
+        let states = self.gpu.states(pids, self.transaction.config.deadlines.discover);
+        for (pid, state) in unless_cancelled(self.transaction.cancel(), states).await? {
             let state = match state {
                 CudaState::Running => continue,
                 CudaState::Locked => "locked",
@@ -399,63 +440,70 @@ impl Device for ContainerEffects<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let pids = self.cgroup.pids()?;
+        let pids = self.transaction.cgroup.pids()?;
         // On a blocking thread, as in `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
-        let hold = TracedThreads::hold(tids, self.config.deadlines.hold);
-        self.container
-            .keep_held(unless_cancelled(&self.cancel, hold).await?);
+        let hold = TracedThreads::hold(tids, self.transaction.config.deadlines.hold);
+        self.transaction
+            .container
+            .keep_held(unless_cancelled(self.transaction.cancel(), hold).await?);
         Ok(())
     }
 
     fn is_held(&self) -> bool {
-        self.container.is_held()
+        self.transaction.container.is_held()
     }
 
     async fn release(&mut self) -> Result<(), EffectError> {
-        match self.container.take_held() {
+        match self.transaction.container.take_held() {
             None => Ok(()),
-            Some(hold) => unless_cancelled(&self.cancel, hold.release()).await,
+            Some(hold) => unless_cancelled(self.transaction.cancel(), hold.release()).await,
         }
     }
 
     async fn gpu_lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {
-        unless_cancelled(&self.cancel, self.gpu.lock(pids)).await?;
-        self.timings.mark(Phase::GpuLock);
+        self.transaction.journal.measure(Phase::GpuLock);
+        unless_cancelled(self.transaction.cancel(), self.gpu.lock(pids)).await?;
         // In a container that its client has paused, stopped processes show only after the thaw.
-        self.refuse_stopped(&self.cgroup.pids()?).await
+        self.refuse_stopped(&self.transaction.cgroup.pids()?).await
     }
 
     async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {
         // Order matters: locked processes allocate no more GPU memory, and checkpointed ones have none.
         // Of a parked container it is known, and some of its processes have none.
         if self.progress.parked.is_none() {
-            self.needs = unless_cancelled(&self.cancel, self.gpu.memory(pids)).await?;
-            self.journal.memory(&self.needs).await?;
+            self.needs = unless_cancelled(self.transaction.cancel(), self.gpu.memory(pids)).await?;
+            self.transaction.journal.memory(&self.needs).await?;
         }
+        self.transaction.journal.measure(Phase::GpuCheckpoint);
         // From now on the driver may open its files again: only this record shows what is inherited.
-        self.journal.keep_inherited(self.progress.inherited.clone()).await;
-        let copy = unless_cancelled(&self.cancel, self.gpu.checkpoint(pids));
+        self.transaction
+            .journal
+            .keep_inherited(self.progress.inherited.clone())
+            .await;
+        let copy = unless_cancelled(self.transaction.cancel(), self.gpu.checkpoint(pids));
         let copied = match pids {
             [] => copy.await,
-            _ => huge_pages::during(self.config.checkpoint.huge_pages, copy).await,
+            _ => huge_pages::during(self.transaction.config.checkpoint.huge_pages, copy).await,
         };
         if let Err(EffectError::Gpu(error)) = &copied
             && let Some((pid, answer)) = error.refusal()
         {
             // The driver answers this once; from then on only the record shows why.
-            self.journal.keep_refused(pid, answer).await;
+            self.transaction.journal.keep_refused(pid, answer).await;
         }
         copied?;
-        self.timings.mark(Phase::GpuCheckpoint);
+        if self.is_dump() {
+            self.transaction.journal.measure(Phase::Freeze);
+        }
         Ok(())
     }
 
     async fn states(&mut self, pids: &[i32]) -> Result<Vec<(i32, CudaState)>, EffectError> {
         // The driver finishes a call also when the worker that made it was killed, and that takes time.
-        let limit = self.config.deadlines.rollback;
+        let limit = self.transaction.config.deadlines.rollback;
         let gpu = &mut self.gpu;
-        let states = unless_cancelled(&self.cancel, async {
+        let states = unless_cancelled(self.transaction.cancel(), async {
             gpu.gone(limit).await?;
             gpu.states(pids, limit).await
         })

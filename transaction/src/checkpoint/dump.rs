@@ -19,7 +19,7 @@ use crate::end_proof::Durable;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::killed_criu::DUMP_LOG;
-use crate::runc::{Bounds, RuncError};
+use crate::runc::{Bounds, Checkpoint, RuncError};
 use crate::warn::OrWarn;
 
 /// How long a finished checkpoint may wait for the file systems of its image and log.
@@ -86,7 +86,8 @@ impl WorkDir {
 pub(super) async fn begin(
     container: &Container,
     request: &Request,
-    (others, discarded): (OpenImageDir, usize),
+    others: OpenImageDir,
+    discarded: usize,
     bounds: Bounds<'_>,
     left: &mut Leftovers,
 ) -> Result<(), EffectError> {
@@ -112,7 +113,8 @@ pub(super) async fn begin(
 pub(super) async fn dump(
     container: &Container,
     request: &Request,
-    (flags, plugins): (&DumpFlags, &Path),
+    flags: &DumpFlags,
+    plugins: &Path,
     bounds: Bounds<'_>,
 ) -> Result<(), EffectError> {
     let limit = bounds.deadline.unwrap_or(Duration::MAX);
@@ -121,7 +123,12 @@ pub(super) async fn dump(
     let made = work.clone();
     bounded("make CRIU's work directory", limit, cancel, move || made.make()).await?;
     let inside = image.inside();
-    let call = request.call((&inside, &work.path), flags, true, Some(plugins), bounds);
+    let call = Checkpoint {
+        image: &inside,
+        work: &work.path,
+        plugins: Some(plugins),
+        ..request.call(flags, bounds)
+    };
     let failed = |source: RuncError| {
         if cancel.is_withdrawn() {
             EffectError::stopped(cancel)

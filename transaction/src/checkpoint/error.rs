@@ -29,6 +29,7 @@ use crate::memory::CopyError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
 use crate::tracer::TraceError;
+use crate::transaction::BeginError;
 pub use end::EndError;
 
 /// A failure of one effect of the transaction, or a refusal.
@@ -204,6 +205,17 @@ pub enum DumpError {
     Connections(#[source] ImageFault),
     #[error(transparent)]
     Image(#[from] ImageDirError),
+}
+
+impl From<BeginError> for EffectError {
+    fn from(error: BeginError) -> Self {
+        match error {
+            BeginError::Config(error) => error.into(),
+            BeginError::Program(error) => error.into(),
+            BeginError::Cgroup(error) => error.into(),
+            BeginError::Journal(error) => error.into(),
+        }
+    }
 }
 
 impl From<ImageDirError> for EffectError {
@@ -418,6 +430,16 @@ impl CheckpointError {
     pub(super) fn refused(container: &Container, cause: impl Into<EffectError>) -> Self {
         let (container, cause) = (container.id.clone(), cause.into());
         Self::Refused { container, cause }
+    }
+
+    /// A transaction that could not begin.
+    pub(super) fn not_begun(container: &Container, error: BeginError) -> Self {
+        match error {
+            BeginError::Config(error) => Self::Config(error),
+            BeginError::Program(error) => Self::Program(error),
+            BeginError::Cgroup(error) => Self::Cgroup(error),
+            BeginError::Journal(error) => Self::refused(container, error),
+        }
     }
 
     /// From a transaction that failed; `image` when its dump is complete.

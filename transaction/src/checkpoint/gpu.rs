@@ -2,27 +2,23 @@
 
 use std::path::PathBuf;
 
-use firn_config::{Config, Keys, find_criu_plugin, find_program, names};
-use firn_gpu::protocol::GpuMemory;
+use firn_config::find_criu_plugin;
 
 use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::{CheckpointError, EffectError, EndError};
 use super::phases::{Begun, Checkpointed, Failure};
-use crate::cancel::CancellationToken;
-use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
-use crate::driver::Driver;
 use crate::effects::{Device, Dump};
 use crate::end_proof::EndProof;
 use crate::image_dir::ImageDirError;
 use crate::job_hook::HookError;
-use crate::journal::{self, Journal, Operation, Outcome};
+use crate::journal::{self, Outcome};
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::recording;
-use crate::timings::PhaseTimings;
+use crate::timings;
+use crate::transaction::Transaction;
 use crate::warn::OrWarn;
 
 pub(super) async fn run(
@@ -32,52 +28,24 @@ pub(super) async fn run(
 ) -> Result<(), CheckpointError> {
     let is_runc = container.runc.expect_runc().await;
     is_runc.map_err(|error| CheckpointError::refused(container, error))?;
-    let config = Config::load(Keys::CHECKPOINT).map_err(CheckpointError::Config)?;
-    let cgroup = container.cgroup()?;
-    let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
-    let timings = PhaseTimings::begin("checkpoint", &container.id);
-    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())
-        .map_err(CheckpointError::Program)?;
-    let checkpoint = recording::new_id();
-    let begin = request.begin(container, was_frozen, checkpoint.clone());
-    let journal = Journal::begin(&container.bundle, begin)
-        .await
-        .map_err(|error| CheckpointError::refused(container, error))?;
-    journal.follow(Operation::Checkpoint, container.follower.get());
-    let guard = container.transaction.begin();
-    let mut effects = ContainerEffects {
-        container,
-        operation: Operation::Checkpoint,
-        request,
-        config: &config,
-        cgroup,
-        gpu: Driver::new(worker, reaper.clone(), config.deadlines.clone()).with_journal(journal.clone()),
-        reaper,
-        timings,
-        journal: journal.clone(),
-        cancel: guard.cancel.clone(),
-        needs: GpuMemory::new(),
-        criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()),
-        checkpoint,
-        progress: Progress::of(container.parked()),
-    };
-    let result = phases(&mut effects, was_frozen, request.exit).await;
+    let begun = Transaction::begin(container, request.intent(container), reaper).await;
+    let transaction = begun.map_err(|error| CheckpointError::not_begun(container, error))?;
+    let progress = Progress::of(container.parked());
+    let mut effects = ContainerEffects::new(&transaction, request, progress);
+    effects.criu_plugin = find_criu_plugin(transaction.config.criu.libs_dir.as_deref());
+    let result = phases(&mut effects).await;
+    timings::stop(result.is_ok());
     journal::point("checkpoint-transacted").await;
-    let end = End::of(result, &mut effects, container, request, &guard.cancel).await;
-    effects.gpu.end().await;
-    journal::point("checkpoint-worker-gone").await;
-    journal.end_for(end.outcome(), end.reason()).await;
-    journal::point("checkpoint-ended").await;
-    let ok = end.result.is_ok() && end.ended.is_ok() && end.resumed.is_ok();
-    effects.timings.end(&container.bundle, ok);
+    let end = conclude(result, &mut effects).await;
+    let driver = effects.gpu;
+    transaction
+        .end(driver, end.outcome(), end.reason(), end.is_ok())
+        .await;
     end.into_result(container, request)
 }
 
-async fn phases(
-    effects: &mut ContainerEffects<'_>,
-    was_frozen: bool,
-    exit: bool,
-) -> Result<Option<EndProof>, Failure<EffectError>> {
+async fn phases(effects: &mut ContainerEffects<'_>) -> Result<Option<EndProof>, Failure<EffectError>> {
+    let (was_frozen, exit) = (effects.transaction.was_frozen, effects.request.exit);
     // A container that its client has parked stays so.
     let checkpointed = match effects.progress.parked {
         Some(_) => Checkpointed::parked(effects).await?,
@@ -97,7 +65,7 @@ async fn phases(
 /// Ends a container. One that cannot be killed is suspended: what is left of it has no GPU state.
 async fn end(effects: &mut ContainerEffects<'_>, proof: EndProof) -> Result<(), EndError> {
     let ended = effects.finish_container(proof).await;
-    let container = effects.container;
+    let container = effects.transaction.container;
     if ended.is_err() && procfs::is_alive(container.init.pid()) {
         let frozen = effects.keep_frozen().await;
         frozen.or_warn(format_args!("cannot freeze {}", container.id));
@@ -136,72 +104,67 @@ struct End {
     image: Option<PathBuf>,
 }
 
+/// Concludes a checkpoint whatever became of its phases: ends what is to end, cleans up, calls the job's
+/// hook, and keeps a complete image.
+async fn conclude(
+    result: Result<Option<EndProof>, Failure<EffectError>>,
+    effects: &mut ContainerEffects<'_>,
+) -> End {
+    let (container, request) = (effects.transaction.container, effects.request);
+    let (mut result, proof) = match result {
+        Ok(proof) => (Ok(()), proof),
+        Err(failure) => (Err(failure), None),
+    };
+    // Order matters: if init ends from now on, the handler of its exit thaws the container.
+    if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
+        container.set_state(InitState::Suspended);
+    }
+    let ended = match proof {
+        Some(proof) => end(effects, proof).await,
+        None => Ok(()),
+    };
+    let mut is_alive = match &result {
+        Ok(()) => procfs::is_alive(container.init.pid()),
+        Err(_) => effects.is_left_alive().await,
+    };
+    let failure = result.as_mut().err();
+    effects.tidy(failure.map(|failure| &mut failure.source)).await;
+    let mut resumed = Ok(());
+    match &result {
+        Ok(()) if !request.exit && !container.is_parked() => resumed = effects.call_resumed().await,
+        // A checkpoint that was refused before the hook `prepare` is none of the job's.
+        Err(failure) if is_alive && failure.suspended.is_none() && effects.progress.prepared => {
+            effects.call_failed(&failure.source).await;
+        }
+        _ => {}
+    }
+    // Order matters: what continues does not wait for the disk.
+    if result.is_ok() && resumed.is_ok() && !request.exit && !request.image.is_containerds() {
+        result = sync(effects).await;
+        is_alive = result.is_ok() || effects.is_left_alive().await;
+    }
+    let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
+    let mut end = End {
+        result,
+        ended,
+        resumed,
+        is_alive,
+        is_parked: container.is_parked(),
+        gone,
+        image: None,
+    };
+    if effects.progress.complete && (!end.is_ok() || gone) {
+        end.image = effects.keep_image().await;
+    } else {
+        effects.drop_rescue().await;
+    }
+    end
+}
+
 impl End {
-    /// Ends what is to end, cleans up, and keeps a complete image.
-    async fn of(
-        result: Result<Option<EndProof>, Failure<EffectError>>,
-        effects: &mut ContainerEffects<'_>,
-        container: &Container,
-        request: &Request,
-        cancel: &CancellationToken,
-    ) -> Self {
-        let (mut result, proof) = match result {
-            Ok(proof) => (Ok(()), proof),
-            Err(failure) => (Err(failure), None),
-        };
-        let is_cancelled = result.is_err() && cancel.is_cancelled();
-        if is_cancelled {
-            // Containers of the same pod share its network.
-            effects.release_from_criu().await;
-            effects.kill().await;
-        }
-        // Order matters: if init ends from now on, the handler of its exit thaws the container.
-        if result.as_ref().is_err_and(|failure| failure.suspended.is_some()) {
-            container.set_state(InitState::Suspended);
-        }
-        let ended = match proof {
-            Some(proof) => end(effects, proof).await,
-            None => Ok(()),
-        };
-        // A killed process that still frees its memory is no zombie yet.
-        let mut is_alive = !is_cancelled && procfs::is_alive(container.init.pid());
-        if result.is_err() && !is_alive {
-            effects.leave_thawed().await;
-            drop(container.take_held());
-        }
-        let failure = result.as_mut().err();
-        effects.tidy(failure.map(|failure| &mut failure.source)).await;
-        let mut resumed = Ok(());
-        match &result {
-            Ok(()) if !request.exit && !container.is_parked() => resumed = effects.call_resumed().await,
-            // A checkpoint that was refused before the hook `prepare` is none of the job's.
-            Err(failure) if is_alive && failure.suspended.is_none() && effects.progress.prepared => {
-                effects.call_failed(&failure.source).await;
-            }
-            _ => {}
-        }
-        // Order matters: what continues does not wait for the disk.
-        if result.is_ok() && resumed.is_ok() && !request.exit && !request.image.is_containerds() {
-            result = sync(effects).await;
-            is_alive = result.is_ok() || effects.is_left_alive().await;
-        }
-        let gone = result.is_ok() && request.exit && effects.has_lost_image().await;
-        let is_ok = result.is_ok() && ended.is_ok() && resumed.is_ok() && !gone;
-        let image = if effects.progress.complete && !is_ok {
-            effects.keep_image().await
-        } else {
-            effects.drop_rescue().await;
-            None
-        };
-        Self {
-            result,
-            ended,
-            resumed,
-            is_alive,
-            is_parked: container.is_parked(),
-            gone,
-            image,
-        }
+    /// Whether all was done that the client wanted, but for an image that it has removed itself.
+    fn is_ok(&self) -> bool {
+        self.result.is_ok() && self.ended.is_ok() && self.resumed.is_ok()
     }
 
     /// For the journal.

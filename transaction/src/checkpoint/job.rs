@@ -13,6 +13,7 @@ use crate::job_hook::{Caller, HookError, address, facts};
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
+use crate::timings;
 use crate::warn::{OrWarn, configured};
 
 impl ContainerEffects<'_> {
@@ -23,7 +24,7 @@ impl ContainerEffects<'_> {
         if !self.caller().names(JobHook::Prepare)? {
             return Ok(());
         }
-        self.journal.enter(Phase::Prepare).await?;
+        self.transaction.journal.enter(Phase::Prepare).await?;
         let was_frozen = self.is_frozen();
         if was_frozen {
             self.thaw().await?;
@@ -34,8 +35,7 @@ impl ContainerEffects<'_> {
             frozen.or_warn(format_args!("the container is not frozen again yet"));
         }
         called?;
-        self.timings.mark(Phase::Prepare);
-        Ok(self.journal.enter(Phase::Inspect).await?)
+        Ok(self.transaction.journal.enter(Phase::Inspect).await?)
     }
 
     /// Calls the hook `resumed` in a container that continues, or lets Resume call it.
@@ -44,10 +44,12 @@ impl ContainerEffects<'_> {
         if !self.caller().names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
             return Ok(());
         }
-        self.journal.enter_anyway(Phase::Resumed).await;
-        self.call_hook(facts).await?;
-        self.timings.mark(Phase::Resumed);
-        Ok(())
+        self.transaction.journal.enter_anyway(Phase::Resumed).await;
+        let called = self.call_hook(facts).await;
+        if called.is_err() {
+            timings::fail();
+        }
+        called
     }
 
     /// Calls the hook `failed` in a container that continues after its checkpoint has failed by `error`, or
@@ -58,19 +60,19 @@ impl ContainerEffects<'_> {
         let is_named = self.caller().names(JobHook::Failed).is_ok_and(|named| named);
         if is_named && !self.is_left_to_resume(&facts) {
             let called = self.call_hook(facts).await;
-            called.or_warn(format_args!("{}", self.container.id));
+            called.or_warn(format_args!("{}", self.transaction.container.id));
         }
     }
 
     fn is_frozen(&self) -> bool {
-        !matches!(self.cgroup.freezer_state(), Ok(FreezerState::Thawed))
+        !matches!(self.transaction.cgroup.freezer_state(), Ok(FreezerState::Thawed))
     }
 
     /// Whether the client has paused the container: then the hook is called when it continues.
     fn is_left_to_resume(&self, facts: &Facts) -> bool {
         let is_frozen = self.is_frozen();
         if is_frozen {
-            self.container.put_pending_hook(facts.clone());
+            self.transaction.container.put_pending_hook(facts.clone());
         }
         is_frozen
     }
@@ -93,22 +95,22 @@ impl ContainerEffects<'_> {
         Facts {
             pci_changed: gpus.iter().any(FactsOfGpu::has_moved),
             gpus,
-            operation: self.operation.name().to_owned(),
-            ..facts(hook, &self.checkpoint, self.request.image.path())
+            operation: self.transaction.operation.name().to_owned(),
+            ..facts(hook, &self.transaction.id, self.request.image.path())
         }
     }
 
     fn caller(&self) -> Caller<'_> {
         Caller {
-            container: self.container,
-            config: self.config,
-            reaper: self.reaper,
-            cancel: &self.cancel,
+            container: self.transaction.container,
+            config: &self.transaction.config,
+            reaper: self.transaction.reaper,
+            cancel: self.transaction.cancel(),
         }
     }
 
     async fn call_hook(&self, facts: Facts) -> Result<(), HookError> {
-        Box::pin(self.caller().call(self.container.init.pid(), facts)).await
+        Box::pin(self.caller().call(self.transaction.container.init.pid(), facts)).await
     }
 }
 

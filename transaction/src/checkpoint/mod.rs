@@ -38,6 +38,7 @@ use crate::look::{self, Checked};
 use crate::meeting::Meeting;
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Checkpoint};
+use crate::transaction::Intent;
 use crate::warn::configured;
 use dump::WorkDir;
 
@@ -81,23 +82,31 @@ impl Request {
         }
     }
 
-    fn call<'a>(
-        &'a self,
-        (image, work): (&'a Path, &'a Path),
-        flags: &'a DumpFlags,
-        leave_running: bool,
-        plugins: Option<&'a Path>,
-        bounds: Bounds<'a>,
-    ) -> Checkpoint<'a> {
+    /// A call of the runtime that leaves the container running. The caller adds the directories.
+    fn call<'a>(&'a self, flags: &'a DumpFlags, bounds: Bounds<'a>) -> Checkpoint<'a> {
         Checkpoint {
-            image,
-            work,
+            image: Path::new(""),
+            work: Path::new(""),
             parent: self.parent.as_deref(),
             flags,
             empty_namespaces: &self.empty_namespaces,
-            leave_running,
-            plugins,
+            leave_running: true,
+            plugins: None,
             bounds,
+        }
+    }
+
+    /// Of a checkpoint with GPUs.
+    fn intent(&self, container: &Container) -> Intent {
+        let work = WorkDir::choose(container, self);
+        Intent {
+            operation: journal::Operation::Checkpoint,
+            keys: Keys::CHECKPOINT,
+            id: None,
+            exit: self.exit,
+            image: self.image.path().to_owned(),
+            work: work.path,
+            work_is_ours: work.ours,
         }
     }
 

@@ -24,7 +24,7 @@ use crate::meeting::Meeting;
 use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
-use crate::runc::Bounds;
+use crate::runc::{Bounds, Checkpoint, RuncError};
 use crate::warn::{OrWarn, configured};
 
 /// How long a reset of the freezer may take.
@@ -57,107 +57,197 @@ pub(super) async fn run(
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
         .is_ok_and(|state| state != FreezerState::Thawed);
-    let journal = Journal::begin(
-        &container.bundle,
-        request.begin(container, was_frozen, String::new()),
-    )
-    .await
-    .map_err(|error| CheckpointError::refused(container, error))?;
-    let dumped = dump_plain(
+    let begin = request.begin(container, was_frozen, String::new());
+    let journal = Journal::begin(&container.bundle, begin).await;
+    let dump = PlainDump {
         container,
         request,
-        (was_frozen, plugins.as_deref()),
-        &journal,
         reaper,
-    )
-    .await;
-    let dumped = match dumped {
-        Ok(()) => synced(container, request).await,
-        failed => failed,
+        was_frozen,
+        plugins,
+        journal: journal.map_err(|error| CheckpointError::refused(container, error))?,
     };
+    let mut dumped = dump.run().await;
+    if dumped.is_ok() {
+        dumped = dump.sync().await;
+    }
     journal::point("dump-over").await;
     let outcome = if dumped.is_ok() {
         Outcome::Done
     } else {
         Outcome::Failed
     };
-    journal.end(outcome).await;
+    dump.journal.end(outcome).await;
     dumped
 }
 
-async fn dump_plain(
-    container: &Container,
-    request: &Request,
-    (was_frozen, plugins): (bool, Option<&Path>),
-    journal: &Journal,
-    reaper: &Reaper,
-) -> Result<(), CheckpointError> {
-    let guard = container.transaction.begin();
-    let dump = dump_now(
-        container,
-        request,
-        (was_frozen, plugins),
-        (journal, &guard.cancel),
-        reaper,
-    );
-    let Some(meeting) = &request.meeting else {
-        return dump.await;
-    };
-    let still = async {
-        stand_still(container, meeting, &guard.cancel).await?;
-        // Order matters: after the dump it is for the runtime to keep it frozen.
-        match &request.layer {
-            Some(archive) => Ok(layer::keep(container, archive, reaper).await?),
-            None => Ok(()),
+/// A dump in progress.
+struct PlainDump<'a> {
+    container: &'a Container,
+    request: &'a Request,
+    reaper: &'a Reaper,
+    was_frozen: bool,
+    /// CRIU's plugin directory; none: CRIU's own choice.
+    plugins: Option<PathBuf>,
+    journal: Journal,
+}
+
+impl PlainDump<'_> {
+    /// Dumps the container, with others at the same moment where there are some.
+    async fn run(&self) -> Result<(), CheckpointError> {
+        let Self {
+            container, request, ..
+        } = self;
+        let guard = container.transaction.begin();
+        let dump = self.dump(&guard.cancel);
+        let Some(meeting) = &request.meeting else {
+            return dump.await;
+        };
+        let still = async {
+            stand_still(container, meeting, &guard.cancel).await?;
+            // Order matters: after the dump it is for the runtime to keep it frozen.
+            match &request.layer {
+                Some(archive) => Ok(layer::keep(container, archive, self.reaper).await?),
+                None => Ok(()),
+            }
+        };
+        let still = guard.cancel.unless_stopped(still).await;
+        let mut dumped = match still.unwrap_or_else(|| Err(EffectError::stopped(&guard.cancel))) {
+            Ok(()) => dump.await,
+            Err(cause) => Err(CheckpointError::refused(container, cause)),
+        };
+        if guard.cancel.is_withdrawn() && matches!(dumped, Err(CheckpointError::Plain { .. })) {
+            let cause = EffectError::stopped(&guard.cancel);
+            dumped = Err(CheckpointError::refused(container, cause));
         }
-    };
-    let still = guard.cancel.unless_stopped(still).await;
-    let mut dumped = match still.unwrap_or_else(|| Err(EffectError::stopped(&guard.cancel))) {
-        Ok(()) => dump.await,
-        Err(cause) => Err(CheckpointError::refused(container, cause)),
-    };
-    if guard.cancel.is_withdrawn() && matches!(dumped, Err(CheckpointError::Plain { .. })) {
-        let cause = EffectError::stopped(&guard.cancel);
-        dumped = Err(CheckpointError::refused(container, cause));
+        if dumped.is_ok() {
+            let met = join(meeting, 3, &guard.cancel).await;
+            dumped = met.map_err(|cause| CheckpointError::refused(container, cause));
+        }
+        // Order matters: the workload does not wait for a file system.
+        reset_freezer(container, self.was_frozen, &guard.cancel).await;
+        if dumped.is_err() {
+            let image = request.image.clone();
+            tidy("remove the image", move || image.clear()).await;
+        }
+        dumped
     }
-    if dumped.is_ok() {
-        let met = join(meeting, 3, &guard.cancel).await;
-        dumped = met.map_err(|cause| CheckpointError::refused(container, cause));
-    }
-    // Order matters: the workload does not wait for a file system.
-    reset_freezer(container, was_frozen, &guard.cancel).await;
-    if dumped.is_err() {
-        let image = request.image.clone();
-        tidy("remove the image", move || image.clear()).await;
-    }
-    dumped
-}
 
-/// Makes sure that the image is on its disk. The container continues, or CRIU has ended it. What containerd
-/// copies and syncs itself is left to it, unless its container has ended.
-async fn synced(container: &Container, request: &Request) -> Result<(), CheckpointError> {
-    let image = &request.image;
-    if image.is_containerds() && !request.exit {
-        return Ok(());
+    /// Makes sure that the image is on its disk. The container continues, or CRIU has ended it. What
+    /// containerd copies and syncs itself is left to it, unless its container has ended.
+    async fn sync(&self) -> Result<(), CheckpointError> {
+        let (container, image) = (self.container, &self.request.image);
+        if image.is_containerds() && !self.request.exit {
+            return Ok(());
+        }
+        let guard = container.transaction.begin();
+        let limit = configured().deadlines.criu_dump;
+        let Err(cause) = sync(image, None, Vec::new(), limit, &guard.cancel).await else {
+            return Ok(());
+        };
+        let is_alive = !guard.cancel.is_cancelled() && procfs::is_alive(container.init.pid());
+        if is_alive {
+            let image = image.clone();
+            tidy("remove the image", move || image.clear()).await;
+        }
+        let kept = (!is_alive).then(|| image.path().to_owned());
+        let failure = Failure::new(Phase::Sync, cause);
+        Err(CheckpointError::from_failure(
+            &container.id,
+            failure,
+            kept,
+            is_alive,
+        ))
     }
-    let guard = container.transaction.begin();
-    let limit = configured().deadlines.criu_dump;
-    let Err(cause) = sync(image, None, Vec::new(), limit, &guard.cancel).await else {
-        return Ok(());
-    };
-    let is_alive = !guard.cancel.is_cancelled() && procfs::is_alive(container.init.pid());
-    if is_alive {
-        let image = image.clone();
-        tidy("remove the image", move || image.clear()).await;
+
+    /// Calls the runtime, and cleans up after it.
+    async fn dump(&self, cancel: &CancellationToken) -> Result<(), CheckpointError> {
+        let Self {
+            container, request, ..
+        } = self;
+        let image = &request.image;
+        enter_image(container, image, &self.journal).await?;
+        let work = WorkDir::choose(container, request);
+        let made = work.clone();
+        tidy("make CRIU's work directory", move || made.make()).await;
+        // With others it stands still already, and must not run any more.
+        if request.meeting.is_none() {
+            freeze_outside_vfork(container, cancel).await;
+        }
+        let inside = image.inside();
+        let dumped = self.call_runtime(&inside, &work, cancel).await;
+        journal::point("dump-left").await;
+        if dumped.is_err() {
+            killed_criu::release(container, &work.log(), cancel, self.reaper).await;
+        }
+        if !cancel.is_cancelled() {
+            // Not for a container that is being killed: a frozen cgroup would delay its end.
+            self.set_freezer_after(dumped.is_ok(), cancel).await;
+        }
+        let gone = image.at(|image| image.check()).await.err();
+        let complete = dumped.is_ok() && gone.is_none();
+        self.journal.leave(Phase::CriuDump, complete).await;
+        if complete {
+            seal(image).await;
+        }
+        let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
+        let left = Leftovers::of(is_left.then(|| image.clone()), work);
+        let result = match dumped {
+            _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
+                &container.id,
+                Failure::new(Phase::CriuDump, cause.into()),
+                None,
+                procfs::is_alive(container.init.pid()),
+            )),
+            Ok(()) => Ok(()),
+            Err(cause) => Err(CheckpointError::Plain {
+                cause,
+                log: container.bundle.join(KEPT_LOG),
+            }),
+        };
+        let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
+        left.tidy(container, keep_log, complete, cancel).await;
+        journal::point("dump-tidied").await;
+        result
     }
-    let kept = (!is_alive).then(|| image.path().to_owned());
-    let failure = Failure::new(Phase::Sync, cause);
-    Err(CheckpointError::from_failure(
-        &container.id,
-        failure,
-        kept,
-        is_alive,
-    ))
+
+    async fn call_runtime(
+        &self,
+        inside: &Path,
+        work: &WorkDir,
+        cancel: &CancellationToken,
+    ) -> Result<(), RuncError> {
+        let request = self.request;
+        let bounds = Bounds {
+            // As with the stock shim: alone it keeps nobody waiting.
+            deadline: request
+                .meeting
+                .is_some()
+                .then(|| configured().deadlines.criu_dump),
+            journal: &self.journal,
+            cancel,
+            freezer: None,
+        };
+        let call = Checkpoint {
+            image: inside,
+            work: &work.path,
+            leave_running: !request.exit,
+            plugins: self.plugins.as_deref(),
+            ..request.call(&request.flags, bounds)
+        };
+        let dumped = self.container.runc.checkpoint(call).await;
+        dumped.map_err(|error| error.with_path(inside, request.image.path()))
+    }
+
+    /// Sets the freezer after a dump. With others [`Self::run`] does it after a success, once all are done.
+    async fn set_freezer_after(&self, succeeded: bool, cancel: &CancellationToken) {
+        if succeeded && self.request.meeting.is_some() {
+            return;
+        }
+        // What CRIU has ended could not end as long as it is frozen.
+        let stays_frozen = self.was_frozen && !(succeeded && self.request.exit);
+        reset_freezer(self.container, stays_frozen, cancel).await;
+    }
 }
 
 /// Freezes the container, and returns when all others that are checkpointed at the same moment stand still.
@@ -169,87 +259,6 @@ async fn stand_still(
     join(meeting, 1, cancel).await?;
     container.cgroup()?.freeze_outside_vfork(RESET).await?;
     join(meeting, 2, cancel).await
-}
-
-async fn dump_now(
-    container: &Container,
-    request: &Request,
-    (was_frozen, plugins): (bool, Option<&Path>),
-    (journal, cancel): (&Journal, &CancellationToken),
-    reaper: &Reaper,
-) -> Result<(), CheckpointError> {
-    let image = &request.image;
-    enter_image(container, image, journal).await?;
-    let work = WorkDir::choose(container, request);
-    let made = work.clone();
-    tidy("make CRIU's work directory", move || made.make()).await;
-    let bounds = Bounds {
-        // As with the stock shim: alone it keeps nobody waiting.
-        deadline: request
-            .meeting
-            .is_some()
-            .then(|| configured().deadlines.criu_dump),
-        journal,
-        cancel,
-        freezer: None,
-    };
-    // With others it stands still already, and must not run any more.
-    if request.meeting.is_none() {
-        freeze_outside_vfork(container, cancel).await;
-    }
-    let inside = image.inside();
-    let paths = (&*inside, &*work.path);
-    let call = request.call(paths, &request.flags, !request.exit, plugins, bounds);
-    let dumped = container.runc.checkpoint(call).await;
-    let dumped = dumped.map_err(|error| error.with_path(&inside, image.path()));
-    journal::point("dump-left").await;
-    if dumped.is_err() {
-        killed_criu::release(container, &work.log(), cancel, reaper).await;
-    }
-    if !cancel.is_cancelled() {
-        // Not for a container that is being killed: a frozen cgroup would delay its end.
-        freezer_after(container, request, (was_frozen, dumped.is_ok()), cancel).await;
-    }
-    let gone = image.at(|image| image.check()).await.err();
-    let complete = dumped.is_ok() && gone.is_none();
-    journal.leave(Phase::CriuDump, complete).await;
-    if complete {
-        seal(image).await;
-    }
-    let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
-    let left = Leftovers::of(is_left.then(|| image.clone()), work);
-    let result = match dumped {
-        _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
-            &container.id,
-            Failure::new(Phase::CriuDump, cause.into()),
-            None,
-            procfs::is_alive(container.init.pid()),
-        )),
-        Ok(()) => Ok(()),
-        Err(cause) => Err(CheckpointError::Plain {
-            cause,
-            log: container.bundle.join(KEPT_LOG),
-        }),
-    };
-    let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
-    left.tidy(container, keep_log, complete, cancel).await;
-    journal::point("dump-tidied").await;
-    result
-}
-
-/// Sets the freezer after a dump. With others the caller does it after a success, once all are done.
-async fn freezer_after(
-    container: &Container,
-    request: &Request,
-    (was_frozen, succeeded): (bool, bool),
-    cancel: &CancellationToken,
-) {
-    if succeeded && request.meeting.is_some() {
-        return;
-    }
-    // What CRIU has ended could not end as long as it is frozen.
-    let stays_frozen = was_frozen && !(succeeded && request.exit);
-    reset_freezer(container, stays_frozen, cancel).await;
 }
 
 /// Freezes the container, also one that its client has frozen, while no process is between vfork and exec:

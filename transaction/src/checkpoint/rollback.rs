@@ -4,7 +4,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use firn_config::{find_program, names};
 use firn_host::{Chain, UnlessAbsent};
 
 use super::Request;
@@ -15,7 +14,6 @@ use super::phases::{self, Failure, Rollback};
 use super::plain::{RESET, reset_freezer};
 use crate::cancel::CancellationToken;
 use crate::container::{Container, InitState};
-use crate::driver::Driver;
 use crate::huge_pages;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
@@ -25,8 +23,8 @@ use crate::phase::Phase;
 use crate::procfs;
 use crate::reaper::Reaper;
 use crate::recovery::Recovery;
-use crate::timings::PhaseTimings;
-use crate::warn::{OrWarn, configured};
+use crate::transaction::Transaction;
+use crate::warn::OrWarn;
 
 /// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);
@@ -53,13 +51,7 @@ async fn try_resume(container: &Container, reaper: &Reaper) -> Result<(), Checkp
     let recovery = Recovery::of(&container.bundle);
     let rolled_back = match &recovery {
         Some(recovery) => {
-            rollback_gpu(
-                container,
-                recovery.record(),
-                (false, &EffectError::Resumed),
-                reaper,
-            )
-            .await
+            rollback_gpu(container, recovery.record(), false, &EffectError::Resumed, reaper).await
         }
         None => Err(EffectError::NoJournal),
     };
@@ -138,8 +130,8 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
         // It was frozen above, and stays so.
         true if container.is_parked() => Ok(()),
         true => {
-            let at = (was_frozen, &EffectError::Panicked);
-            rollback_gpu(container, recovery.record(), at, reaper).await
+            let cause = EffectError::Panicked;
+            rollback_gpu(container, recovery.record(), was_frozen, &cause, reaper).await
         }
         false => {
             let guard = container.transaction.begin();
@@ -169,35 +161,20 @@ async fn try_rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
 async fn rollback_gpu(
     container: &Container,
     record: &Record,
-    (was_frozen, cause): (bool, &EffectError),
+    was_frozen: bool,
+    cause: &EffectError,
     reaper: &Reaper,
 ) -> Result<(), EffectError> {
-    let config = configured();
-    let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
-    let journal = Journal::resume(&container.bundle).await?;
+    let transaction = Transaction::reopen(container, record, reaper).await?;
     let begin = &record.begin;
     let request = Request {
         image: ImageDir::unopened(&begin.image),
         exit: begin.exit,
         ..Request::without_image()
     };
-    let guard = container.transaction.begin();
-    let mut effects = ContainerEffects {
-        container,
-        operation: begin.op,
-        request: &request,
-        config: &config,
-        cgroup: container.cgroup()?,
-        gpu: Driver::new(worker, reaper.clone(), config.deadlines.clone()).with_journal(journal.clone()),
-        reaper,
-        timings: PhaseTimings::begin("rollback", &container.id),
-        journal: journal.clone(),
-        cancel: guard.cancel.clone(),
-        needs: record.memory.clone(),
-        criu_plugin: None,
-        checkpoint: begin.checkpoint.clone(),
-        progress: Progress::recorded(record.cuda.clone()),
-    };
+    let progress = Progress::recorded(record.cuda.clone());
+    let mut effects = ContainerEffects::new(&transaction, &request, progress);
+    effects.needs = record.memory.clone();
     let back = Rollback {
         locked: &record.cuda,
         was_frozen,
@@ -207,20 +184,17 @@ async fn rollback_gpu(
     if rolled_back.is_ok() {
         effects.call_failed(cause).await;
     }
-    let is_cancelled = rolled_back.is_err() && guard.cancel.is_cancelled();
-    if is_cancelled {
-        effects.kill().await;
+    if rolled_back.is_err() {
+        effects.is_left_alive().await;
     }
-    if is_cancelled || rolled_back.is_err() && !procfs::is_alive(container.init.pid()) {
-        effects.leave_thawed().await;
-    }
-    effects.gpu.end().await;
     let outcome = match &rolled_back {
         Ok(()) => Outcome::Failed,
         Err(_) => Outcome::Suspended,
     };
-    journal
-        .end_for(outcome, rolled_back.as_ref().err().map(EffectError::line))
+    let reason = rolled_back.as_ref().err().map(EffectError::line);
+    let driver = effects.gpu;
+    transaction
+        .end(driver, outcome, reason, rolled_back.is_ok())
         .await;
     rolled_back
 }

@@ -65,7 +65,10 @@ async fn a_gpu_without_enough_memory_is_named_and_the_worker_continues() {
     let mut gpu = Driver::new(program, Reaper::start().unwrap(), Deadlines::default());
     let mut workers = Vec::new();
     for _ in 0..2 {
-        let refused = gpu.restore(&[7], &[], Default::default()).await.unwrap_err();
+        let refused = gpu
+            .restore(&[7], &[], Default::default(), Vec::new())
+            .await
+            .unwrap_err();
         assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
         let text = refused.to_string();
         let figures = "has 1 MiB of memory free, and 9 MiB are needed";

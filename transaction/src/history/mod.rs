@@ -20,7 +20,6 @@ use crate::blocking::blocking;
 use crate::container::{Container, InitState};
 use crate::journal::{Operation, Record};
 use crate::panics::lock;
-use crate::phase::Phase;
 use crate::procfs;
 pub use crate::recording::PhaseTime;
 use crate::recording::{Recording, millis};
@@ -151,11 +150,8 @@ impl Recording {
 
     /// What the history has of it, which ends here. The name of the container's image is left to the caller.
     pub fn entry(&self, outcome: &'static str, code: Option<String>) -> Entry {
-        let mut measured = lock(&self.measured);
-        if let Some(open) = measured.open {
-            let failed = outcome != "done" && open != Phase::Rollback;
-            measured.push(self.begun, open, failed);
-        }
+        self.end(outcome == "done");
+        let measured = lock(&self.measured);
         Entry {
             time: time(self.at),
             at: self.at,

@@ -236,12 +236,12 @@ async fn the_phase_that_failed_is_marked_and_its_time_is_not_the_rollbacks() {
     let (dir, place) = place();
     let call = recording::within_call(async {
         let recording = recording::begin(Operation::Checkpoint, "job", "default");
-        recording.enter(Phase::Inspect);
-        recording.mark(Phase::Inspect);
-        recording.enter(Phase::CriuDump);
-        recording.mark(Phase::Freeze);
+        for phase in [Phase::Inspect, Phase::Freeze, Phase::CriuDump] {
+            recording.enter(phase);
+        }
+        recording.fail(Phase::CriuDump);
         recording.enter(Phase::Rollback);
-        recording.mark(Phase::GpuRestore);
+        recording.enter(Phase::GpuRestore);
         let code = Some("FIRN-DUMP".to_owned());
         write(&place, recording.entry("failed", code)).await;
     });
@@ -257,13 +257,68 @@ async fn the_phase_that_failed_is_marked_and_its_time_is_not_the_rollbacks() {
         ("inspect", false),
         ("freeze", false),
         ("criu-dump", true),
-        ("gpu-restore", false),
         ("rollback", false),
+        ("gpu-restore", false),
     ];
     assert_eq!(phases, expected);
     assert_eq!((&*entry.outcome, &*entry.code), ("failed", "FIRN-DUMP"));
     assert_eq!(history.totals.transactions["checkpoint/failed/FIRN-DUMP"], 1);
     drop(dir);
+}
+
+/// The phases of a transaction that has failed: each with whether it is the one that has failed.
+async fn failed_after(phases: impl FnOnce(&recording::Recording)) -> Vec<(String, bool)> {
+    let call = recording::within_call(async {
+        let recording = recording::begin(Operation::Checkpoint, "job", "default");
+        phases(&recording);
+        recording.entry("failed", None).phases
+    });
+    let phases = call.await.into_iter();
+    phases.map(|phase| (phase.name, phase.failed)).collect()
+}
+
+#[tokio::test]
+async fn a_rollback_begins_because_of_the_phase_before() {
+    // Code that has panicked reports no failure.
+    let panicked = failed_after(|recording| {
+        for phase in [
+            Phase::CriuDump,
+            Phase::Rollback,
+            Phase::GpuRestore,
+            Phase::GpuUnlock,
+        ] {
+            recording.enter(phase);
+        }
+    });
+    let failed: Vec<_> = panicked.await.into_iter().filter(|(_, failed)| *failed).collect();
+    assert_eq!(failed, [("criu-dump".to_owned(), true)]);
+    // A phase that only divides the time of another has its name.
+    let divided = failed_after(|recording| {
+        recording.enter(Phase::GpuCheckpoint);
+        recording.enter(Phase::Inspect);
+        recording.fail(Phase::GpuCheckpoint);
+        recording.enter(Phase::Rollback);
+    });
+    let names = [
+        ("gpu-checkpoint", false),
+        ("gpu-checkpoint", true),
+        ("rollback", false),
+    ];
+    assert_eq!(
+        divided.await,
+        names.map(|(name, failed)| (name.to_owned(), failed))
+    );
+    // What makes up for a failure has not failed.
+    let made_up = failed_after(|recording| {
+        recording.enter(Phase::GpuRestore);
+        recording.fail_open();
+        recording.enter(Phase::GpuUnlock);
+    });
+    let names = [("gpu-restore", true), ("gpu-unlock", false)];
+    assert_eq!(
+        made_up.await,
+        names.map(|(name, failed)| (name.to_owned(), failed))
+    );
 }
 
 #[tokio::test]

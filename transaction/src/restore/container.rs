@@ -31,7 +31,7 @@ use crate::pidfd::{self, Signal};
 use crate::prepared_restore::{GpuPart, PreparedRestore};
 use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
-use crate::timings::PhaseTimings;
+use crate::timings;
 use crate::tracer::TracedThreads;
 use crate::{effects, procfs};
 use firn_gpu::CudaProcess;
@@ -59,7 +59,6 @@ pub(super) struct RestoreEffects<'a, S> {
     log: PathBuf,
     reaper: &'a Reaper,
     driver: Driver,
-    timings: PhaseTimings,
     tasks: Option<Tasks>,
     selected: Option<TracedThreads>,
 }
@@ -67,8 +66,10 @@ pub(super) struct RestoreEffects<'a, S> {
 impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
     pub(super) fn new(
         container: &'a Container,
-        (gpu, prepared): (&'a GpuPart, &'a PreparedRestore),
-        (restore, stdio): (Restore<'a>, S),
+        gpu: &'a GpuPart,
+        prepared: &'a PreparedRestore,
+        restore: Restore<'a>,
+        stdio: S,
         log: PathBuf,
         reaper: &'a Reaper,
     ) -> Self {
@@ -83,7 +84,6 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
             driver: driver.with_journal(restore.bounds.journal.clone()),
             restore,
             stdio: Some(stdio),
-            timings: PhaseTimings::begin("restore", &container.id),
             tasks: None,
             selected: None,
         }
@@ -131,20 +131,16 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
         // How much memory they had is not in the image.
-        let room = (GpuMemory::new(), Vec::new());
-        unless_cancelled(
-            self.restore.bounds,
-            self.driver.restore(pids, &self.gpu.pairs, room),
-        )
-        .await?;
-        self.timings.mark(Phase::GpuRestore);
+        let restore = self
+            .driver
+            .restore(pids, &self.gpu.pairs, GpuMemory::new(), Vec::new());
+        unless_cancelled(self.restore.bounds, restore).await?;
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
         self.restore.bounds.journal.show(Phase::GpuUnlock);
         unless_cancelled(self.restore.bounds, self.driver.unlock(pids)).await?;
-        self.timings.mark(Phase::GpuUnlock);
         Ok(())
     }
 }
@@ -196,7 +192,6 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
                 },
             });
         }
-        self.timings.mark(Phase::CriuRestore);
         point("restore-stopped").await;
         Ok(())
     }
@@ -207,11 +202,11 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
         let (cgroup, pids) = unless_cancelled(self.restore.bounds, compared).await?;
         self.tasks = Some(Tasks { init, cgroup, pids });
-        self.timings.mark(Phase::Compare);
         Ok(())
     }
 
     async fn dev_repair(&mut self) -> Result<(), Cause> {
+        self.restore.bounds.journal.measure(Phase::DevRepair);
         let (spec, init) = (Spec::load(&self.container.bundle)?, self.init()?);
         let repair = move || dev_repair::repair(init, &spec);
         let limit = self.gpu.config.deadlines.look;
@@ -225,7 +220,6 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         } else if !(repaired.made.is_empty() && repaired.removed.is_empty()) {
             log::warn!("device nodes of {id} were not as CRIU's script had left them: {repaired:?}");
         }
-        self.timings.mark(Phase::DevRepair);
         Ok(())
     }
 
@@ -251,7 +245,6 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             pids: pids.await?,
         });
         let _bytes: u64 = copier.ask(fill, self.restore.bounds.cancel).await?;
-        self.timings.mark(Phase::FillMemory);
         Ok(())
     }
 
@@ -328,17 +321,17 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             let sent = pidfd::signal(pid, Signal::CONT, || cgroup.holds(pid));
             sent.map_err(|source| Cause::Continue { pid, source })?;
         }
-        self.timings.mark(Phase::Continue);
         Ok(())
     }
 
     async fn end(&mut self, ok: bool) {
+        timings::stop(ok);
         // Order matters: the restore threads are released before the worker that works on them ends.
         drop(self.selected.take());
         point("restore-continued").await;
         self.driver.end().await;
         point("restore-worker-gone").await;
-        self.timings.end(&self.container.bundle, ok);
+        timings::write(&self.container.bundle, ok).await;
         point("restore-accounted").await;
     }
 

@@ -22,7 +22,7 @@ use crate::job_hook::{Caller, HookError};
 use crate::journal::{Begin, Journal, Operation, Outcome, point};
 use crate::panics::{caught, twice};
 use crate::phase::Phase;
-use crate::prepared_restore::{GpuPart, PreparedRestore};
+use crate::prepared_restore::PreparedRestore;
 use crate::reaper::Reaper;
 use crate::recording;
 use crate::recovery::Recovery;
@@ -190,8 +190,8 @@ pub async fn run(
             None => Box::pin(plain(container, prepared, restore, log, was_free, stdio)).await,
             Some(gpu) => {
                 free.map_err(|cause| failed(prepared, cause))?;
-                let gpu = (gpu, prepared);
-                let restored = Box::pin(with_gpu(container, gpu, (restore, stdio), log, reaper)).await;
+                let effects = RestoreEffects::new(container, gpu, prepared, restore, stdio, log, reaper);
+                let restored = Box::pin(with_gpu(effects)).await;
                 restored.map_err(|cause| failed(prepared, cause))
             }
         }
@@ -237,14 +237,7 @@ async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
 }
 
 /// Restores the container by the phases of [`phases`]. Returns the pid of init.
-async fn with_gpu<S: FnOnce(&mut Command) + Send>(
-    container: &Container,
-    gpu: (&GpuPart, &PreparedRestore),
-    call: (Restore<'_>, S),
-    log: PathBuf,
-    reaper: &Reaper,
-) -> Result<i32, Cause> {
-    let mut effects = RestoreEffects::new(container, gpu, call, log, reaper);
+async fn with_gpu<S: FnOnce(&mut Command) + Send>(mut effects: RestoreEffects<'_, S>) -> Result<i32, Cause> {
     // Boxed: the futures of all phases together are large.
     Box::pin(phases::run(&mut effects)).await?;
     effects.init()

@@ -71,13 +71,7 @@ const CRIU_LIBS_DIR: &str = "CRIU_LIBS_DIR";
 
 impl Runc {
     /// The options that dump and restore have in common.
-    fn criu_command(
-        &self,
-        verb: &str,
-        (image, work): (&Path, &Path),
-        flags: &DumpFlags,
-        plugins: Option<&Path>,
-    ) -> Command {
+    fn criu_command(&self, verb: &str, image: &Path, work: &Path, flags: &DumpFlags) -> Command {
         let mut command = self.command(verb);
         command.arg("--image-path").arg(image);
         command.arg("--work-path").arg(work);
@@ -88,14 +82,16 @@ impl Runc {
             (flags.file_locks, "--file-locks"),
         ];
         command.args(flags.into_iter().filter_map(|(set, flag)| set.then_some(flag)));
-        command.envs(plugins.map(|plugins| (CRIU_LIBS_DIR, plugins)));
         command
     }
 
     /// `checkpoint`: CRIU dumps the container.
     pub async fn checkpoint(&self, checkpoint: Checkpoint<'_>) -> Result<(), RuncError> {
-        let dirs = (checkpoint.image, checkpoint.work);
-        let mut command = self.criu_command("checkpoint", dirs, checkpoint.flags, checkpoint.plugins);
+        let Checkpoint {
+            image, work, flags, ..
+        } = checkpoint;
+        let mut command = self.criu_command("checkpoint", image, work, flags);
+        command.envs(checkpoint.plugins.map(|plugins| (CRIU_LIBS_DIR, plugins)));
         if let Some(parent) = checkpoint.parent {
             command.arg("--parent-path").arg(parent);
         }
@@ -124,8 +120,8 @@ impl Runc {
         restore: Restore<'_>,
         stdio: impl FnOnce(&mut Command),
     ) -> Result<(), RuncError> {
-        let dirs = (restore.image, restore.work);
-        let mut command = self.criu_command("restore", dirs, restore.flags, restore.plugins);
+        let mut command = self.criu_command("restore", restore.image, restore.work, restore.flags);
+        command.envs(restore.plugins.map(|plugins| (CRIU_LIBS_DIR, plugins)));
         command.arg("--detach");
         // Children of a detached restore are the shim's anyway; crun does not know the option.
         if self.kind().await != RuntimeKind::Crun {

@@ -46,12 +46,12 @@ pub(super) struct Copied {
 impl ContainerEffects<'_> {
     fn copier(&self) -> Result<Copier, EffectError> {
         Ok(Copier {
-            hook: find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?,
-            reaper: self.reaper.clone(),
-            limit: self.config.deadlines.criu_dump,
-            container: self.container.id.clone(),
-            bundle: self.container.bundle.clone(),
-            journal: Some(self.journal.clone()),
+            hook: find_program(names::HOOK_PROGRAM, self.transaction.config.hook.path.as_deref())?,
+            reaper: self.transaction.reaper.clone(),
+            limit: self.transaction.config.deadlines.criu_dump,
+            container: self.transaction.container.id.clone(),
+            bundle: self.transaction.container.bundle.clone(),
+            journal: Some(self.transaction.journal.clone()),
         })
     }
 
@@ -61,20 +61,24 @@ impl ContainerEffects<'_> {
         let Some(store) = self.source().store.clone() else {
             return Ok(());
         };
-        let images = &self.config.images;
+        let images = &self.transaction.config.images;
         let request = Request::Ready(MakeReady {
             store,
             key: images.store_key.clone(),
             cap: images.store_cap,
         });
-        match self.copier()?.ask::<Ready>(request, &self.cancel).await {
+        match self
+            .copier()?
+            .ask::<Ready>(request, self.transaction.cancel())
+            .await
+        {
             Ok(ready) => self.progress.store_ready = Some(ready),
             // The copy itself may succeed, or CRIU makes it.
             Err(error) if error.is_odd() => {
-                let id = &self.container.id;
+                let id = &self.transaction.container.id;
                 log::warn!("the store is not made ready for {id}: {}", Chain(&error));
             }
-            Err(CopyError::Killed) => return Err(EffectError::stopped(&self.cancel)),
+            Err(CopyError::Killed) => return Err(EffectError::stopped(self.transaction.cancel())),
             Err(error) => return Err(error.into()),
         }
         Ok(())
@@ -83,7 +87,7 @@ impl ContainerEffects<'_> {
     /// Who copies the memory next to CRIU; none where CRIU has to do it.
     pub(super) async fn copying(&self) -> Result<Option<Copying>, EffectError> {
         let store = self.source().store.clone();
-        if store.is_none() && self.config.images.inline_copy == InlineCopy::Criu {
+        if store.is_none() && self.transaction.config.images.inline_copy == InlineCopy::Criu {
             return Ok(None);
         }
         // Which pages file is whose would be a guess.
@@ -91,25 +95,31 @@ impl ContainerEffects<'_> {
             self.warn_of_criu("CRIU leaves processes out");
             return Ok(None);
         }
-        let processes: Vec<Process> = self.cgroup.pids()?.into_iter().filter_map(process).collect();
+        let processes: Vec<Process> = self
+            .transaction
+            .cgroup
+            .pids()?
+            .into_iter()
+            .filter_map(process)
+            .collect();
         let of = processes.clone();
-        let (what, limit) = ("look for shared memory", self.config.deadlines.look);
-        let shared = bounded(what, limit, &self.cancel, move || shared_files(&of)).await?;
+        let (what, limit) = ("look for shared memory", self.transaction.config.deadlines.look);
+        let shared = bounded(what, limit, self.transaction.cancel(), move || shared_files(&of)).await?;
         let save = store.map(|store| Save {
             store,
-            key: self.config.images.store_key.clone(),
-            cap: self.config.images.store_cap,
+            key: self.transaction.config.images.store_key.clone(),
+            cap: self.transaction.config.images.store_cap,
             ready: self.progress.store_ready.clone(),
             exit: self.request.exit,
             processes: processes.clone(),
             owner: self.source().owner.clone(),
-            checkpoint: self.checkpoint.clone(),
-            container: self.container.id.clone(),
+            checkpoint: self.transaction.id.clone(),
+            container: self.transaction.container.id.clone(),
             image: self.request.image.path().to_owned(),
         });
         Ok(Some(Copying {
             copier: self.copier()?,
-            cancel: self.cancel.clone(),
+            cancel: self.transaction.cancel().clone(),
             save,
             files: processes.len() + shared,
             processes,
@@ -119,27 +129,28 @@ impl ContainerEffects<'_> {
     /// Dumps the container, and copies memory next to CRIU where firn does that. What firn cannot copy CRIU
     /// copies, in a second dump.
     pub(super) async fn dump_memory(&mut self) -> Result<Copied, EffectError> {
-        let (plugins, limit) = (self.configure_criu()?, self.config.deadlines.criu_dump);
+        let transaction = self.transaction;
+        let (plugins, limit) = (self.configure_criu()?, transaction.config.deadlines.criu_dump);
         let flags = self.source().dump.clone();
-        let (journal, cancel, cgroup) = (self.journal.clone(), self.cancel.clone(), self.cgroup.clone());
         let bounds = Bounds {
             deadline: Some(limit),
-            journal: &journal,
-            cancel: &cancel,
-            freezer: Some(&cgroup),
+            journal: &transaction.journal,
+            cancel: transaction.cancel(),
+            freezer: Some(&transaction.cgroup),
         };
         let mut copying = self.copying().await?;
         let files = copying.as_ref().map_or(0, |copying| copying.files);
-        let image = (self.config.checkpoint.open_image_dir, files);
+        let others = transaction.config.checkpoint.open_image_dir;
         let left = &mut self.progress.leftovers;
-        begin(self.container, self.request, image, bounds, left).await?;
+        begin(transaction.container, self.request, others, files, bounds, left).await?;
         // At most twice.
         loop {
+            transaction.journal.measure(Phase::CriuDump);
             // CRIU thaws the cgroup while it holds the tasks.
             self.progress.still = None;
             let failed = CancellationToken::default();
             let dumping = async {
-                let dumped = dump(self.container, self.request, (&flags, plugins.as_path()), bounds).await;
+                let dumped = dump(transaction.container, self.request, &flags, &plugins, bounds).await;
                 // The container stands still for the copy: nobody needs it any more.
                 dumped.inspect_err(|_| failed.cancel())
             };
@@ -152,32 +163,30 @@ impl ContainerEffects<'_> {
             // CRIU to its end: nobody cleans up after one that is left alone.
             let (dumped, saved) = tokio::join!(dumping, saving);
             dumped?;
-            self.timings.mark(Phase::CriuDump);
             self.expect_frozen().await?;
             let Some(copying) = copying.take() else {
                 return Ok(Copied::default());
             };
-            self.journal.show(Phase::CopyMemory);
+            transaction.journal.show(Phase::CopyMemory);
             let image = self.request.image.clone();
             let copied = match saved {
                 Ok(saved) => copying.rest(image.inside(), saved).await,
                 Err(error) => Err(error),
             };
-            self.timings.mark(Phase::CopyMemory);
             match copied {
                 Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
-                Err(CopyError::Killed) => return Err(EffectError::stopped(&self.cancel)),
+                Err(CopyError::Killed) => return Err(EffectError::stopped(transaction.cancel())),
                 copied => return Ok(copied?),
             }
             let empty = move || image.empty_discarded_pages();
-            bounded("empty the pages files", limit, &self.cancel, empty).await??;
+            bounded("empty the pages files", limit, transaction.cancel(), empty).await??;
         }
     }
 
     fn warn_of_criu(&self, why: &str) {
         log::warn!(
             "CRIU copies all memory of {} into the image: {why}",
-            self.container.id
+            self.transaction.container.id
         );
     }
 
@@ -186,7 +195,7 @@ impl ContainerEffects<'_> {
         if let Some(memory) = memory {
             log::info!(
                 "container={} store_index={} bytes={} new={} reused={}",
-                self.container.id,
+                self.transaction.container.id,
                 memory.index.short(),
                 memory.bytes,
                 memory.written,
@@ -200,7 +209,7 @@ impl ContainerEffects<'_> {
         if self.request.inline {
             return Ok(None);
         }
-        let images = &self.config.images;
+        let images = &self.transaction.config.images;
         let annotation = spec.annotation(names::ANNOTATION_BULK);
         let unknown = || EffectError::BulkSetting {
             word: annotation.unwrap_or_default().to_owned(),

@@ -13,10 +13,11 @@ use crate::{killed_criu, layer};
 
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+        self.transaction.journal.measure(Phase::Inspect);
         let first = self.progress.source.is_none();
         let parked = self.progress.parked.clone();
         if first {
-            let cancel = self.cancel.clone();
+            let cancel = self.transaction.cancel().clone();
             self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
             if self.is_dump() {
                 self.make_store_ready().await?;
@@ -26,21 +27,24 @@ impl Dump for ContainerEffects<'_> {
                 self.call_prepare().await?;
             }
         }
-        let pids = self.cgroup.pids()?;
+        let pids = self.transaction.cgroup.pids()?;
         let assertions = self.source().assertions;
         let cuda = match &parked {
             Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
             Some(parked) => parked.processes.clone(),
-            None if !self.container.traits.has_nvidia() => Vec::new(),
-            None => unless_cancelled(&self.cancel, self.gpu.discover(pids.clone())).await?,
+            None if !self.transaction.container.traits.has_nvidia() => Vec::new(),
+            None => unless_cancelled(self.transaction.cancel(), self.gpu.discover(pids.clone())).await?,
         };
         self.refuse_by_process(assertions, &pids, &cuda).await?;
         if first {
             self.refuse_by_environment(pids, &cuda).await?;
         }
-        self.journal.cuda(&cuda).await?;
+        self.transaction.journal.cuda(&cuda).await?;
         self.progress.cuda = cuda.clone();
-        self.timings.mark(Phase::Inspect);
+        if !first && parked.is_none() {
+            // It was a part of that phase.
+            self.transaction.journal.measure(Phase::GpuCheckpoint);
+        }
         Ok(cuda)
     }
 
@@ -49,16 +53,18 @@ impl Dump for ContainerEffects<'_> {
             return Ok(());
         };
         self.progress.met += 1;
-        join(meeting, self.progress.met, &self.cancel).await
+        join(meeting, self.progress.met, self.transaction.cancel()).await
     }
 
     async fn dump(&mut self, processes: &[CudaProcess]) -> Result<(), EffectError> {
-        self.timings.mark(Phase::Freeze);
         if let Some(archive) = &self.request.layer {
-            let kept = self
-                .cancel
-                .unless_stopped(layer::keep(self.container, archive, self.reaper));
-            kept.await.ok_or_else(|| EffectError::stopped(&self.cancel))??;
+            let kept = self.transaction.cancel().unless_stopped(layer::keep(
+                self.transaction.container,
+                archive,
+                self.transaction.reaper,
+            ));
+            kept.await
+                .ok_or_else(|| EffectError::stopped(self.transaction.cancel()))??;
         }
         // Read before the dump: they may have gone when the image is complete.
         self.progress.described = self.inside(processes);
@@ -68,8 +74,11 @@ impl Dump for ContainerEffects<'_> {
     }
 
     async fn expect_frozen(&mut self) -> Result<(), EffectError> {
-        let still = self.cgroup.still(self.config.deadlines.freeze);
-        let still = unless_cancelled(&self.cancel, still).await?;
+        let still = self
+            .transaction
+            .cgroup
+            .still(self.transaction.config.deadlines.freeze);
+        let still = unless_cancelled(self.transaction.cancel(), still).await?;
         let since = self.progress.still.get_or_insert(still);
         match still.unlike(since) {
             None => Ok(()),
@@ -79,13 +88,12 @@ impl Dump for ContainerEffects<'_> {
 
     async fn describe(&mut self) -> Result<(), EffectError> {
         self.close_connections().await?;
-        self.journal.show(Phase::Manifest);
+        self.transaction.journal.show(Phase::Manifest);
         self.describe_image().await
     }
 
     async fn complete(&mut self) -> Result<(), EffectError> {
         self.write_manifest().await?;
-        self.timings.mark(Phase::Manifest);
         self.meet().await?;
         self.progress.complete = true;
         self.progress.rescued = self.link_image().await;
@@ -93,8 +101,11 @@ impl Dump for ContainerEffects<'_> {
     }
 
     async fn sync(&mut self) -> Result<EndProof, EffectError> {
-        self.journal.show(Phase::Sync);
-        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
+        self.transaction.journal.show(Phase::Sync);
+        let (limit, cancel) = (
+            self.transaction.config.deadlines.criu_dump,
+            self.transaction.cancel(),
+        );
         let synced = sync(
             &self.request.image,
             self.progress.rescued.as_deref(),
@@ -103,7 +114,6 @@ impl Dump for ContainerEffects<'_> {
             cancel,
         )
         .await;
-        self.timings.mark(Phase::Sync);
         if synced
             .as_ref()
             .is_err_and(|error| !matches!(error, EffectError::Killed))
@@ -119,7 +129,13 @@ impl Dump for ContainerEffects<'_> {
     async fn release_from_criu(&mut self) {
         // Without a work directory CRIU was not started.
         if let Some(work) = &self.progress.leftovers.work {
-            killed_criu::release(self.container, &work.log(), &self.cancel, self.reaper).await;
+            killed_criu::release(
+                self.transaction.container,
+                &work.log(),
+                self.transaction.cancel(),
+                self.transaction.reaper,
+            )
+            .await;
         }
     }
 }

@@ -28,18 +28,18 @@ impl ContainerEffects<'_> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
         }
-        let spec = Spec::load(&self.container.bundle)?;
+        let spec = Spec::load(&self.transaction.container.bundle)?;
         // Only NVIDIA's driver is asked, and a node without it need not have one.
-        let inventory = if self.container.traits.has_nvidia() {
+        let inventory = if self.transaction.container.traits.has_nvidia() {
             self.gpu.inventory().await?
         } else {
             Inventory::default()
         };
         let node = check_node(&inventory, Some(&spec)).accepted()?;
         let uuids: Vec<_> = node.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        let criu = self.container.traits.criu.as_ref();
+        let criu = self.transaction.container.traits.criu.as_ref();
         let users_tcp = criu.and_then(CriuConfig::users_tcp);
-        let mut assertions = Assertions::of(Some(&spec), self.config, users_tcp);
+        let mut assertions = Assertions::of(Some(&spec), &self.transaction.config, users_tcp);
         let mut dump = self.request.flags.clone();
         if dump.open_tcp && spec.annotation(names::ANNOTATION_TCP).is_none() {
             assertions.tcp = Tcp::Keep;
@@ -54,7 +54,7 @@ impl ContainerEffects<'_> {
         };
         Ok(Source {
             store: self.store_for(&spec)?,
-            owner: memory_owner::owner(&spec, self.container.runc.namespace()),
+            owner: memory_owner::owner(&spec, self.transaction.container.runc.namespace()),
             hooks: job_hook::named(&spec),
             assertions,
             dump,
@@ -78,7 +78,7 @@ impl ContainerEffects<'_> {
 
     /// Whether an image is written. A pause has no other reason to refuse than the driver's.
     pub(super) fn is_dump(&self) -> bool {
-        self.operation == Operation::Checkpoint
+        self.transaction.operation == Operation::Checkpoint
     }
 
     async fn versions(&self) -> Versions {
@@ -86,7 +86,9 @@ impl ContainerEffects<'_> {
         Versions {
             firn: env!("CARGO_PKG_VERSION").to_owned(),
             criu: self.version_of("criu").await,
-            runc: self.version_of(self.container.options.runtime()).await,
+            runc: self
+                .version_of(self.transaction.container.options.runtime())
+                .await,
             kernel: kernel.trim().to_owned(),
         }
     }
@@ -94,15 +96,25 @@ impl ContainerEffects<'_> {
     /// The version that a tool prints, for people; empty if it prints nothing.
     async fn version_of(&self, program: &str) -> String {
         let mut command = std::process::Command::new(program);
-        let output = self.reaper.output(command.arg("--version"), VERSION_LIMIT).await;
+        let output = self
+            .transaction
+            .reaper
+            .output(command.arg("--version"), VERSION_LIMIT)
+            .await;
         let stdout = output.map(|output| output.stdout).unwrap_or_default();
         let text = String::from_utf8_lossy(&stdout);
         text.lines().next().unwrap_or_default().trim().to_owned()
     }
 
     pub(super) async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {
-        let limit = self.config.deadlines.look;
-        Ok(look::look(&request, self.reaper, limit, &self.cancel).await?)
+        let limit = self.transaction.config.deadlines.look;
+        Ok(look::look(
+            &request,
+            self.transaction.reaper,
+            limit,
+            self.transaction.cancel(),
+        )
+        .await?)
     }
 
     /// Refusals by what the processes are and do.
@@ -114,14 +126,14 @@ impl ContainerEffects<'_> {
     ) -> Result<(), EffectError> {
         self.refuse_stopped(all).await?;
         let workload = Workload {
-            init: self.container.init.pid(),
+            init: self.transaction.container.init.pid(),
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
             processes: Some(assertions),
             pause: !self.is_dump(),
             criu_plugin: self.criu_plugin.is_some(),
-            inherited: Some(self.container.bundle.join(names::BUNDLE_INHERITED)),
-            refused_before: Some(self.container.bundle.join(names::BUNDLE_REFUSED)),
+            inherited: Some(self.transaction.container.bundle.join(names::BUNDLE_INHERITED)),
+            refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
             ..Workload::default()
         };
@@ -143,7 +155,7 @@ impl ContainerEffects<'_> {
             let more = if named.len() < left_out.count { ", ..." } else { "" };
             log::warn!(
                 "the checkpoint of {} leaves out processes that are no children of init ({}): {}{more}",
-                self.container.id,
+                self.transaction.container.id,
                 left_out.count,
                 named.join(", ")
             );
@@ -161,7 +173,7 @@ impl ContainerEffects<'_> {
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
         let mut gpu_memory = 0;
         if !pids.is_empty() && self.progress.parked.is_none() {
-            let known = unless_cancelled(&self.cancel, self.gpu.memory(&pids)).await?;
+            let known = unless_cancelled(self.transaction.cancel(), self.gpu.memory(&pids)).await?;
             gpu_memory = if known.is_empty() {
                 // On some virtual machines NVML reports no memory per process: then all that is in use on the
                 // GPUs counts.
@@ -170,9 +182,9 @@ impl ContainerEffects<'_> {
                 known.values().copied().fold(0, u64::saturating_add)
             };
         }
-        let bundle = &self.container.bundle;
+        let bundle = &self.transaction.container.bundle;
         let workload = Workload {
-            init: self.container.init.pid(),
+            init: self.transaction.container.init.pid(),
             pids: all,
             cuda: pids,
             capacity: Some(Capacity {
@@ -190,8 +202,11 @@ impl ContainerEffects<'_> {
         if !self.is_dump() {
             return Ok(());
         }
-        let (image, others) = (self.request.image.clone(), self.config.checkpoint.open_image_dir);
-        let (limit, cancel) = (self.config.deadlines.look, &self.cancel);
+        let (image, others) = (
+            self.request.image.clone(),
+            self.transaction.config.checkpoint.open_image_dir,
+        );
+        let (limit, cancel) = (self.transaction.config.deadlines.look, self.transaction.cancel());
         let admitted = bounded("look at the image directory", limit, cancel, move || {
             image.admit(others)
         });
@@ -201,7 +216,7 @@ impl ContainerEffects<'_> {
     /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
     /// trace them.
     pub(super) async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        if !self.cgroup.is_v1() {
+        if !self.transaction.cgroup.is_v1() {
             return Ok(());
         }
         let pids = pids.to_vec();

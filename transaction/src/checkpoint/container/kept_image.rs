@@ -29,10 +29,10 @@ impl ContainerEffects<'_> {
             (dir, rescue::link as fn(&ImageDir, &Path) -> std::io::Result<()>),
             (sibling, rescue::link_sibling),
         ] {
-            self.journal.rescue(&dir).await;
+            self.transaction.journal.rescue(&dir).await;
             let (image, to) = (image.clone(), dir.clone());
             let link = move || link(&image, &to);
-            match bounded("link the image", RESCUE, &self.cancel, link).await {
+            match bounded("link the image", RESCUE, self.transaction.cancel(), link).await {
                 Ok(Ok(())) => return Some(dir),
                 Ok(Err(error)) => log::debug!("cannot link the image to {}: {error}", dir.display()),
                 Err(error) => {
@@ -45,15 +45,15 @@ impl ContainerEffects<'_> {
     }
 
     fn rescue_dir(&self) -> PathBuf {
-        let Container { bundle, id, .. } = self.container;
-        rescue::place(self.config.checkpoint.rescue_dir(), bundle, id)
+        let Container { bundle, id, .. } = self.transaction.container;
+        rescue::place(self.transaction.config.checkpoint.rescue_dir(), bundle, id)
     }
 
     /// The directory in which a complete image stays for the client that reads the error. None: the image has
     /// gone.
     pub(in crate::checkpoint) async fn keep_image(&mut self) -> Option<PathBuf> {
         let linked = self.progress.rescued.take();
-        let root = self.config.checkpoint.rescue_dir();
+        let root = self.transaction.config.checkpoint.rescue_dir();
         let is_sibling = |dir: &PathBuf| !dir.starts_with(root);
         let image = match linked.clone() {
             Some(dir) if !is_sibling(&dir) => return Some(dir),
@@ -65,9 +65,16 @@ impl ContainerEffects<'_> {
             }
         };
         let dir = self.rescue_dir();
-        match rescue::copy_within(&image, &dir, self.config.deadlines.criu_dump, &self.cancel).await {
+        match rescue::copy_within(
+            &image,
+            &dir,
+            self.transaction.config.deadlines.criu_dump,
+            self.transaction.cancel(),
+        )
+        .await
+        {
             Ok(()) => {
-                self.journal.rescue(&dir).await;
+                self.transaction.journal.rescue(&dir).await;
                 if let Some(sibling) = linked {
                     remove(sibling).await;
                 }

@@ -41,13 +41,13 @@ impl ContainerEffects<'_> {
 
     /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
     async fn in_use(&self, mounts: &[RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
-        let Ok(pids) = self.cgroup.pids() else {
+        let Ok(pids) = self.transaction.cgroup.pids() else {
             return Ok(None);
         };
         let places = mounts.iter().map(|mount| mount.destination.clone()).collect();
         match self.look(look::Request::InUse { pids, places }).await {
             Err(EffectError::Look(error)) => {
-                let id = &self.container.id;
+                let id = &self.transaction.container.id;
                 log::warn!("all mounts of {id} may be in use: {}", Chain(&error));
                 Ok(None)
             }
@@ -62,7 +62,7 @@ impl ContainerEffects<'_> {
         let bytes = || self.needs.values().copied().fold(0, u64::saturating_add);
         let source = self.source();
         Origin {
-            container: self.container.id.clone(),
+            container: self.transaction.container.id.clone(),
             image: source.image.clone(),
             host: host.trim_end().to_owned(),
             command: source.command.clone(),
@@ -74,7 +74,10 @@ impl ContainerEffects<'_> {
     /// The checksums of the image.
     pub(super) async fn describe_image(&mut self) -> Result<(), EffectError> {
         let known = std::mem::take(&mut self.progress.copied.files);
-        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
+        let (limit, cancel) = (
+            self.transaction.config.deadlines.criu_dump,
+            self.transaction.cancel(),
+        );
         self.progress.images = describe(&self.request.image, known, limit, cancel).await?;
         if let Some(recording) = recording::current() {
             let memory = self.progress.copied.memory.as_ref();
@@ -89,16 +92,19 @@ impl ContainerEffects<'_> {
         let bulk = self.progress.copied.memory.take();
         let source = self.source().clone();
         let image = self.request.image.clone();
-        let (limit, cancel) = (self.config.deadlines.criu_dump, &self.cancel);
+        let (limit, cancel) = (
+            self.transaction.config.deadlines.criu_dump,
+            self.transaction.cancel(),
+        );
         let mut mounts = source.mounts;
         if let Some(used) = self.in_use(&mounts).await? {
             for (mount, used) in mounts.iter_mut().zip(used) {
                 mount.in_use = used;
             }
         }
-        let backend = self.container.traits.backend;
+        let backend = self.transaction.container.traits.backend;
         let is_device_free = source.assertions.device_free;
-        let (checkpoint, inherited_gpus) = (self.checkpoint.clone(), self.inherited_inside());
+        let (checkpoint, inherited_gpus) = (self.transaction.id.clone(), self.inherited_inside());
         let origin = self.origin().cleaned();
         let write = move || {
             let mut manifest = Manifest {

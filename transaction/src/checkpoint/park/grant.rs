@@ -15,6 +15,7 @@ use crate::cancel::CancellationToken;
 use crate::checkpoint::container::ContainerEffects;
 use crate::checkpoint::error::EffectError;
 use crate::panics::lock;
+use crate::transaction::Transaction;
 use crate::warn::OrWarn;
 
 /// Other GPUs for a container.
@@ -99,8 +100,8 @@ impl NewGrant {
 
     /// Checks that the nodes in the container's /dev can be replaced. Changes nothing.
     pub(super) async fn check(&self, effects: &ContainerEffects<'_>) -> Result<(), EffectError> {
-        let (init, spec) = (effects.container.init.pid(), self.new.clone());
-        on_dev(effects, &effects.cancel, move |_| {
+        let (init, spec) = (effects.transaction.container.init.pid(), self.new.clone());
+        on_dev(effects, effects.transaction.cancel(), move |_| {
             dev_repair::can_repair(init, &spec)
         })
         .await
@@ -108,7 +109,7 @@ impl NewGrant {
 
     /// Gives the container its new GPUs. After an error it has its old ones.
     pub(super) async fn apply(&self, effects: &ContainerEffects<'_>) -> Result<(), EffectError> {
-        let done = replace(effects, &effects.cancel, (&self.old, &self.new)).await;
+        let done = replace(effects, effects.transaction.cancel(), &self.old, &self.new).await;
         if done.is_err() {
             self.revert(effects).await;
         }
@@ -118,8 +119,8 @@ impl NewGrant {
     /// Gives the container its old GPUs again, as far as possible.
     pub(super) async fn revert(&self, effects: &ContainerEffects<'_>) {
         let cancel = CancellationToken::default();
-        let reverted = replace(effects, &cancel, (&self.new, &self.old)).await;
-        let id = &effects.container.id;
+        let reverted = replace(effects, &cancel, &self.new, &self.old).await;
+        let id = &effects.transaction.container.id;
         reverted.or_warn(format_args!("cannot give {id} its GPUs again"));
     }
 }
@@ -129,14 +130,15 @@ impl NewGrant {
 async fn replace(
     effects: &ContainerEffects<'_>,
     cancel: &CancellationToken,
-    (from, to): (&Spec, &Spec),
+    from: &Spec,
+    to: &Spec,
 ) -> Result<(), EffectError> {
-    let ContainerEffects {
+    let Transaction {
         container,
         config,
         reaper,
         ..
-    } = effects;
+    } = effects.transaction;
     let (old, new) = (
         from.device_rules().map_err(GrantChangeError::from)?,
         to.device_rules().map_err(GrantChangeError::from)?,
@@ -163,8 +165,8 @@ async fn on_dev<T: Send + 'static>(
     cancel: &CancellationToken,
     work: impl FnOnce(&AtomicBool) -> Result<T, DevError> + Send + 'static,
 ) -> Result<T, EffectError> {
-    let limit = effects.config.deadlines.look;
-    let done = in_turn(&effects.container.dev, limit, cancel, work).await;
+    let limit = effects.transaction.config.deadlines.look;
+    let done = in_turn(&effects.transaction.container.dev, limit, cancel, work).await;
     let done = done.map_err(|left| match left {
         Left::Cancelled => EffectError::Killed,
         Left::Late => GrantChangeError::Late { limit }.into(),

@@ -15,10 +15,9 @@ mod resume;
 mod wait;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use firn_config::{Config, Keys, find_program, names};
-use firn_gpu::protocol::GpuMemory;
+use firn_config::names;
 use firn_host::Alone;
 use firn_oci::Spec;
 
@@ -32,17 +31,14 @@ use super::error::EffectError;
 use super::phases::{self, Failure};
 use super::plain::RESET;
 use crate::blocking::blocking;
-use crate::cancel::TransactionGuard;
-use crate::cgroup::FreezerState;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
-use crate::journal::{Begin, Journal, Operation, Outcome};
+use crate::journal::{Journal, Operation, Outcome};
 use crate::lease::{Lease, namespace_of};
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
-use crate::recording;
-use crate::timings::PhaseTimings;
+use crate::transaction::{BeginError, Intent, Transaction};
 use crate::warn::OrWarn;
 
 /// What the annotation `firn.dev/pause` may be.
@@ -83,9 +79,11 @@ fn refused(operation: Operation, container: &Container, cause: EffectError) -> P
 
 /// Pauses a running container and gives its GPUs free. The caller holds its operation lock.
 pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkError> {
-    let ground = Ground::begin(container, Operation::Pause, None).await?;
-    let mut effects = ground.effects(reaper, None)?;
-    let ended = match park(&mut effects, ground.was_frozen).await {
+    let intent = Intent::without_image(Operation::Pause, None);
+    let transaction = begin(container, intent, reaper).await?;
+    let request = Request::without_image();
+    let mut effects = ContainerEffects::new(&transaction, &request, Progress::default());
+    let ended = match park(&mut effects).await {
         Ok((mut parked, spec)) => {
             parked.sharers = give_free(container, &spec).await;
             container.put_parked(Some(parked));
@@ -94,7 +92,45 @@ pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkErr
         }
         Err(failure) => Err(after_failure(&mut effects, failure).await),
     };
-    ground.end(effects, ended).await
+    let driver = effects.gpu;
+    end(transaction, driver, ended).await
+}
+
+async fn begin<'c>(
+    container: &'c Container,
+    intent: Intent,
+    reaper: &'c Reaper,
+) -> Result<Transaction<'c>, ParkError> {
+    let operation = intent.operation;
+    let begun = Transaction::begin(container, intent, reaper).await;
+    begun.map_err(|error| match error {
+        BeginError::Config(error) => error.into(),
+        BeginError::Program(error) => error.into(),
+        BeginError::Cgroup(error) => error.into(),
+        BeginError::Journal(error) => refused(operation, container, error.into()),
+    })
+}
+
+/// Ends a pause, resume or move that has come to this. Returns the result.
+async fn end<T>(
+    transaction: Transaction<'_>,
+    driver: Driver,
+    result: Result<T, ParkError>,
+) -> Result<T, ParkError> {
+    let outcome = match &result {
+        Ok(_) => Outcome::Done,
+        Err(ParkError::ByJournal(_)) => Outcome::Suspended,
+        Err(ParkError::Ended { .. }) => Outcome::Ended,
+        Err(_) => Outcome::Failed,
+    };
+    let suspended_by = match &result {
+        Err(ParkError::ByJournal(error)) => error.suspended_by(),
+        _ => None,
+    };
+    transaction
+        .end(driver, outcome, suspended_by, result.is_ok())
+        .await;
+    result
 }
 
 /// After a panic of firn's own code: a parked container stays parked, every other one is rolled back.
@@ -124,11 +160,9 @@ pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
 }
 
 /// Runs the phases of a pause. The container's lease stays as it is. Returns the container's spec, too.
-async fn park(
-    effects: &mut ContainerEffects<'_>,
-    was_frozen: bool,
-) -> Result<(Parked, Spec), Failure<EffectError>> {
-    let spec = Spec::load(&effects.container.bundle);
+async fn park(effects: &mut ContainerEffects<'_>) -> Result<(Parked, Spec), Failure<EffectError>> {
+    let was_frozen = effects.transaction.was_frozen;
+    let spec = Spec::load(&effects.transaction.container.bundle);
     let spec = spec.map_err(|error| Failure::new(Phase::Inspect, error.into()))?;
     let processes = Box::pin(phases::park(effects, was_frozen)).await?;
     let source = effects.progress.source.as_ref();
@@ -141,7 +175,7 @@ async fn park(
         elsewhere: BTreeMap::new(),
         partly: false,
         sharers: Vec::new(),
-        id: effects.checkpoint.clone(),
+        id: effects.transaction.id.clone(),
     };
     Ok((parked, spec))
 }
@@ -180,7 +214,7 @@ async fn give_free(container: &Container, spec: &Spec) -> Vec<Lease> {
 
 /// What follows a failed pause, also in a move.
 async fn after_failure(effects: &mut ContainerEffects<'_>, failure: Failure<EffectError>) -> ParkError {
-    let container = effects.container;
+    let container = effects.transaction.container;
     // Order matters: if init ends from now on, the handler of its exit thaws the container.
     if failure.suspended.is_some() {
         container.set_state(InitState::Suspended);
@@ -189,102 +223,5 @@ async fn after_failure(effects: &mut ContainerEffects<'_>, failure: Failure<Effe
     if is_alive && failure.suspended.is_none() && effects.progress.prepared {
         effects.call_failed(&failure.source).await;
     }
-    ParkError::of_failure(effects.operation, &container.id, failure, is_alive)
-}
-
-/// What a transaction of this module stands on.
-struct Ground<'c> {
-    container: &'c Container,
-    operation: Operation,
-    config: Config,
-    worker: PathBuf,
-    request: Request,
-    journal: Journal,
-    was_frozen: bool,
-    /// Random id, for the job's hooks.
-    id: String,
-    guard: TransactionGuard<'c>,
-}
-
-impl<'c> Ground<'c> {
-    async fn begin(
-        container: &'c Container,
-        operation: Operation,
-        id: Option<String>,
-    ) -> Result<Self, ParkError> {
-        let config = Config::load(Keys::PAUSE)?;
-        let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
-        let was_frozen = container.cgroup()?.freezer_state()? != FreezerState::Thawed;
-        let id = id.unwrap_or_else(recording::new_id);
-        let begin = Begin {
-            op: operation,
-            container: container.id.clone(),
-            gpu: true,
-            exit: false,
-            image: PathBuf::new(),
-            work: PathBuf::new(),
-            work_is_ours: false,
-            was_frozen,
-            checkpoint: id.clone(),
-        };
-        let journal = Journal::begin(&container.bundle, begin).await;
-        let journal = journal.map_err(|error| refused(operation, container, error.into()))?;
-        journal.follow(operation, container.follower.get());
-        Ok(Self {
-            container,
-            operation,
-            config,
-            worker,
-            request: Request::without_image(),
-            journal,
-            was_frozen,
-            id,
-            guard: container.transaction.begin(),
-        })
-    }
-
-    fn effects<'a>(
-        &'a self,
-        reaper: &'a Reaper,
-        parked: Option<Parked>,
-    ) -> Result<ContainerEffects<'a>, ParkError> {
-        let driver = Driver::new(self.worker.clone(), reaper.clone(), self.config.deadlines.clone());
-        Ok(ContainerEffects {
-            container: self.container,
-            operation: self.operation,
-            request: &self.request,
-            config: &self.config,
-            cgroup: self.container.cgroup()?,
-            gpu: driver.with_journal(self.journal.clone()),
-            reaper,
-            timings: PhaseTimings::begin(self.operation.name(), &self.container.id),
-            journal: self.journal.clone(),
-            cancel: self.guard.cancel.clone(),
-            needs: GpuMemory::new(),
-            criu_plugin: None,
-            checkpoint: self.id.clone(),
-            progress: Progress::of(parked),
-        })
-    }
-
-    async fn end<T>(
-        &self,
-        mut effects: ContainerEffects<'_>,
-        result: Result<T, ParkError>,
-    ) -> Result<T, ParkError> {
-        effects.gpu.end().await;
-        let outcome = match &result {
-            Ok(_) => Outcome::Done,
-            Err(ParkError::ByJournal(_)) => Outcome::Suspended,
-            Err(ParkError::Ended { .. }) => Outcome::Ended,
-            Err(_) => Outcome::Failed,
-        };
-        let reason = match &result {
-            Err(ParkError::ByJournal(error)) => error.suspended_by(),
-            _ => None,
-        };
-        self.journal.clone().end_for(outcome, reason).await;
-        effects.timings.end(&self.container.bundle, result.is_ok());
-        result
-    }
+    ParkError::of_failure(effects.transaction.operation, &container.id, failure, is_alive)
 }

@@ -6,9 +6,10 @@ use firn_oci::Spec;
 use firn_preflight::Workload;
 
 use super::grant::NewGrant;
-use super::{Ground, ParkError, after_failure, give_free, lease_of, note_gpus, park, refused, setting};
+use super::{ParkError, after_failure, begin, end, give_free, lease_of, note_gpus, park, refused, setting};
 use crate::blocking::blocking;
-use crate::checkpoint::container::ContainerEffects;
+use crate::checkpoint::Request;
+use crate::checkpoint::container::{ContainerEffects, Progress};
 use crate::checkpoint::error::EffectError;
 use crate::checkpoint::phases;
 use crate::container::{Container, InitState};
@@ -20,6 +21,8 @@ use crate::panics::caught;
 use crate::parked::Parked;
 use crate::phase::Phase;
 use crate::reaper::Reaper;
+use crate::timings;
+use crate::transaction::Intent;
 use crate::warn::OrWarn;
 
 /// What a client wants of a resume or move.
@@ -67,8 +70,10 @@ pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> 
     let Some(parked) = container.parked() else {
         return Err(refused(operation, container, EffectError::NoJournal));
     };
-    let ground = Ground::begin(container, operation, Some(parked.id.clone())).await?;
-    let mut effects = ground.effects(reaper, Some(parked))?;
+    let intent = Intent::without_image(operation, Some(parked.id.clone()));
+    let transaction = begin(container, intent, reaper).await?;
+    let request = Request::without_image();
+    let mut effects = ContainerEffects::new(&transaction, &request, Progress::of(Some(parked)));
     let resumed = match Box::pin(unpark(&mut effects, wanted)).await {
         Ok(moved) => Ok(goes_on(&mut effects, moved).await),
         Err(cause @ EffectError::Lease(LeaseError::Busy { awaited: true, .. })) => {
@@ -76,7 +81,8 @@ pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> 
         }
         Err(cause) => Err(stays_parked(&mut effects, cause).await),
     };
-    ground.end(effects, resumed).await
+    let driver = effects.gpu;
+    end(transaction, driver, resumed).await
 }
 
 /// Moves a running container to other GPUs. After an error it runs on those that it had, unless that fails,
@@ -87,18 +93,16 @@ pub async fn move_gpus(
     wanted: &Wanted,
     reaper: &Reaper,
 ) -> Result<Resumed, ParkError> {
-    let ground = Ground::begin(container, Operation::Move, None).await?;
-    let mut effects = ground.effects(reaper, None)?;
-    let moved = Box::pin(run_move(&mut effects, wanted, ground.was_frozen)).await;
-    ground.end(effects, moved).await
+    let transaction = begin(container, Intent::without_image(Operation::Move, None), reaper).await?;
+    let request = Request::without_image();
+    let mut effects = ContainerEffects::new(&transaction, &request, Progress::default());
+    let moved = Box::pin(run_move(&mut effects, wanted)).await;
+    let driver = effects.gpu;
+    end(transaction, driver, moved).await
 }
 
-async fn run_move(
-    effects: &mut ContainerEffects<'_>,
-    wanted: &Wanted,
-    was_frozen: bool,
-) -> Result<Resumed, ParkError> {
-    let container = effects.container;
+async fn run_move(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<Resumed, ParkError> {
+    let container = effects.transaction.container;
     // Order matters: what takes time and may be refused comes before the container stands still.
     let planned = async {
         let spec = load(container)?;
@@ -118,8 +122,8 @@ async fn run_move(
     let own = lease_of(container, &spec).map_err(refuse)?;
     let busy = busy(&spec, effects, wanted).map_err(refuse)?;
     grant.check(effects).await.map_err(refuse)?;
-    take(effects, (lease, own), &[], busy).await.map_err(refuse)?;
-    match park(effects, was_frozen).await {
+    take(effects, lease, own, &[], busy).await.map_err(refuse)?;
+    match park(effects).await {
         Ok((parked, _)) => {
             container.put_parked(Some(parked.clone()));
             effects.progress.parked = Some(parked);
@@ -137,6 +141,7 @@ async fn run_move(
         Ok(()) => return Ok(goes_on(effects, Some(moved)).await),
         Err(cause) => cause,
     };
+    timings::fail();
     // Back to where it was, unless some of its processes could not leave the new GPUs.
     let is_back = is_parked(effects);
     note_gpus(container).await;
@@ -159,16 +164,16 @@ async fn run_move(
 
 /// Brings a parked container to its GPUs, or to those that are wanted.
 async fn unpark(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<Option<Moved>, EffectError> {
-    let container = effects.container;
+    let container = effects.transaction.container;
     let parked = parked(effects)?.clone();
-    effects.journal.cuda(&parked.processes).await?;
-    effects.journal.memory(&parked.memory).await?;
+    effects.transaction.journal.cuda(&parked.processes).await?;
+    effects.transaction.journal.memory(&parked.memory).await?;
     let spec = load(container)?;
     let (mut grant, mut common) = plan(effects, &spec, wanted).await?;
     let target = grant.as_ref().map_or(&spec, |grant| &grant.new);
     let lease = lease_of(container, target)?;
     let busy = busy(&spec, effects, wanted)?;
-    if let Err(error) = take(effects, (lease, None), &parked.sharers, busy).await {
+    if let Err(error) = take(effects, lease, None, &parked.sharers, busy).await {
         let is_busy = matches!(error, EffectError::Lease(LeaseError::Busy { .. }));
         if !(is_busy && busy == GpuBusy::Elsewhere && grant.is_none()) {
             return Err(error);
@@ -213,7 +218,6 @@ async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<()
     refuse_open(effects, grant.given_up()).await?;
     effects.enter(Phase::Grant).await?;
     grant.apply(effects).await?;
-    effects.timings.mark(Phase::Grant);
     let before = parked(effects)?.clone();
     set_gpus(effects, grant.in_order_of(&before.gpus));
     let restored = restore(effects).await;
@@ -231,6 +235,7 @@ async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> 
     let Err(error) = phases::unpark(effects, &processes).await else {
         return Ok(());
     };
+    timings::fail();
     if !effects.is_ended() {
         let mut restored = Vec::new();
         let reparked = phases::repark(effects, &processes, &mut restored).await;
@@ -261,13 +266,13 @@ fn parked<'a>(effects: &'a ContainerEffects<'_>) -> Result<&'a Parked, EffectErr
 fn set_gpus(effects: &mut ContainerEffects<'_>, gpus: Vec<SourceGpu>) {
     if let Some(parked) = &mut effects.progress.parked {
         parked.gpus = gpus;
-        effects.container.put_parked(Some(parked.clone()));
+        effects.transaction.container.put_parked(Some(parked.clone()));
     }
 }
 
 /// The container runs. Its hook is called.
 async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Resumed {
-    let container = effects.container;
+    let container = effects.transaction.container;
     container.put_parked(None);
     container.set_state(InitState::Running);
     if moved.is_some() {
@@ -275,6 +280,9 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
     }
     // It runs already: after a panic nothing is to be rolled back.
     let hook = caught(Box::pin(effects.call_resumed())).await;
+    if hook.is_err() {
+        timings::fail();
+    }
     let hook = hook.map_or(Err(EffectError::Panicked), |called| {
         called.map_err(EffectError::Hook)
     });
@@ -289,7 +297,7 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
 
 /// A resume has failed, or a move whose rollback has failed, too.
 async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) -> ParkError {
-    let (container, operation) = (effects.container, effects.operation);
+    let (container, operation) = (effects.transaction.container, effects.transaction.operation);
     let id = container.id.clone();
     if !effects.is_left_alive().await {
         container.put_parked(None);
@@ -346,14 +354,19 @@ async fn elsewhere(
     spec: &Spec,
 ) -> Result<(NewGrant, Vec<DeviceNode>), EffectError> {
     let inventory = effects.gpu.inventory().await?;
-    let container = effects.container;
+    let container = effects.transaction.container;
     let init = container.init.pid();
     let taken = blocking(move || Lease::taken_by_others(init)).await;
     let taken = taken.map_err(LeaseError::from)?;
     let is_taken = |node: &DeviceNode| taken.contains(&node.id());
-    let grant = NewGrant::among(spec, &inventory, &effects.config.restore.gpus, is_taken)?;
+    let grant = NewGrant::among(
+        spec,
+        &inventory,
+        &effects.transaction.config.restore.gpus,
+        is_taken,
+    )?;
     let lease = lease_of(container, &grant.new)?;
-    take(effects, (lease, None), &[], GpuBusy::Refuse).await?;
+    take(effects, lease, None, &[], GpuBusy::Refuse).await?;
     Ok((grant, inventory.common_nodes))
 }
 
@@ -365,7 +378,7 @@ fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<
     // A pod's author has no influence on who shares a GPU.
     let annotation = spec.annotation(names::ANNOTATION_GPU_BUSY);
     match annotation.filter(|_| spec.author().owns_node()) {
-        None => Ok(effects.config.pause.gpu_busy),
+        None => Ok(effects.transaction.config.pause.gpu_busy),
         Some(word) => GpuBusy::of_word(word).ok_or_else(|| setting(names::ANNOTATION_GPU_BUSY, word).into()),
     }
 }
@@ -373,7 +386,8 @@ fn busy(spec: &Spec, effects: &ContainerEffects<'_>, wanted: &Wanted) -> Result<
 /// Takes GPUs for the container, and lets it keep others until it has left them.
 async fn take(
     effects: &ContainerEffects<'_>,
-    (lease, keeps): (Option<Lease>, Option<Lease>),
+    lease: Option<Lease>,
+    keeps: Option<Lease>,
     sharers: &[Lease],
     busy: GpuBusy,
 ) -> Result<(), EffectError> {
@@ -386,7 +400,10 @@ async fn take(
     match taken.await {
         // Without this file nobody is refused; the container continues all the same.
         Err(LeaseError::Files(error)) => {
-            log::warn!("cannot see who has the GPUs of {}: {error}", effects.container.id);
+            log::warn!(
+                "cannot see who has the GPUs of {}: {error}",
+                effects.transaction.container.id
+            );
             Ok(())
         }
         Err(LeaseError::Busy { holder, gpu, .. }) => Err(LeaseError::Busy {
@@ -401,15 +418,21 @@ async fn take(
 
 /// Refuses to take GPUs from a container of which a process keeps them open.
 async fn refuse_open(effects: &ContainerEffects<'_>, leaves: Vec<DeviceNode>) -> Result<(), EffectError> {
-    let container = effects.container;
+    let container = effects.transaction.container;
     let workload = Workload {
         init: container.init.pid(),
-        pids: effects.cgroup.pids()?,
+        pids: effects.transaction.cgroup.pids()?,
         leaves,
         ..Workload::default()
     };
     let request = look::Request::Check(Box::new(workload));
-    let limit = effects.config.deadlines.look;
-    let _nobody: Checked = look::look(&request, effects.reaper, limit, &effects.cancel).await?;
+    let limit = effects.transaction.config.deadlines.look;
+    let _nobody: Checked = look::look(
+        &request,
+        effects.transaction.reaper,
+        limit,
+        effects.transaction.cancel(),
+    )
+    .await?;
     Ok(())
 }
