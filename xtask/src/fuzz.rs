@@ -4,7 +4,6 @@
 //! compiler for libFuzzer (a part of the crate libfuzzer-sys). Dependencies are instrumented too, in a target
 //! directory of their own.
 
-use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -62,7 +61,7 @@ pub struct Counts {
 }
 
 pub fn run(cmd: &Cmd) -> Result<ExitCode> {
-    let targets = Targets::build(Priority::Normal)?;
+    let targets = Targets::build()?;
     let counts = match &cmd.target {
         None => targets.run(&targets.names()?, seconds(cmd.seconds)?)?,
         Some(target) if cmd.files.is_empty() => {
@@ -76,9 +75,9 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     Ok(exit_code(counts.failed == 0))
 }
 
-/// Runs all targets at a low priority: other work goes first.
+/// Runs all targets.
 pub fn all() -> Result<Counts> {
-    let targets = Targets::build(Priority::Low)?;
+    let targets = Targets::build()?;
     targets.run(&targets.names()?, seconds(None)?)
 }
 
@@ -96,41 +95,21 @@ pub fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned())
 }
 
-#[derive(Clone, Copy)]
-pub enum Priority {
-    Normal,
-    Low,
-}
-
-impl Priority {
-    pub fn command(self, program: impl AsRef<OsStr>) -> Command {
-        match self {
-            Self::Normal => Command::new(program),
-            Self::Low => {
-                let mut nice = Command::new("nice");
-                nice.args(["-n", "19"]).arg(program);
-                nice
-            }
-        }
-    }
-}
-
 /// The built targets.
 struct Targets {
     fuzz: PathBuf,
     programs: PathBuf,
-    priority: Priority,
     /// Where targets keep files; in memory if possible.
     scratch: TempDir,
 }
 
 impl Targets {
-    fn build(priority: Priority) -> Result<Self> {
+    fn build() -> Result<Self> {
         let workspace = workspace()?;
         let (fuzz, dir) = (workspace.join("fuzz"), workspace.join("target/fuzz"));
         // Given explicitly, so that build scripts and macros are not instrumented.
         let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-        let mut cargo = priority.command(cargo_program());
+        let mut cargo = Command::new(cargo_program());
         cargo
             .args(["build", "--release", "--manifest-path"])
             .arg(fuzz.join("Cargo.toml"))
@@ -149,7 +128,6 @@ impl Targets {
         Ok(Self {
             fuzz,
             programs: dir.join(platform).join("release"),
-            priority,
             scratch: scratch.context("make a temporary directory")?,
         })
     }
@@ -170,7 +148,7 @@ impl Targets {
         ensure!(program.is_file(), "there is no fuzz target {target}");
         let artifacts = self.fuzz.join("artifacts").join(target);
         fs::create_dir_all(&artifacts).with_context(|| format!("make {}", artifacts.display()))?;
-        let mut command = self.priority.command(program);
+        let mut command = Command::new(program);
         command
             .arg(format!("-artifact_prefix={}/", artifacts.display()))
             .arg(format!("-max_len={MAX_LEN}"))

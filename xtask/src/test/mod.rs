@@ -174,7 +174,7 @@ impl Plan {
         let mut suites = vec![suites("suites", &tests, tier)];
         if tier == Tier::All {
             suites.push(self::suites("cluster", &tests, tier));
-            lanes.push(Lane::new(vec![Check::new("fuzz targets", fuzzed)]));
+            suites.push(Check::new("fuzz targets", fuzzed));
         }
         lanes.push(Lane {
             checks: suites,
