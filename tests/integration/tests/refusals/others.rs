@@ -58,7 +58,7 @@ pub fn a_process_on_two_gpus_is_refused_unless_its_owner_knows_of_no_access(
 }
 
 pub fn what_the_driver_has_refused_once_is_refused_by_that_reason(platform: Platform) -> Result<()> {
-    on([host(platform, "rf-again", 1)?], |[host]| {
+    on([host(platform, "rf-once", 1)?], |[host]| {
         let job = Container::count(host, "job", &["0"], 1, &[])?;
         job.goes_on(3)?;
         // As for managed memory that nothing shows.
