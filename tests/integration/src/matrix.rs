@@ -41,11 +41,9 @@ pub struct Case {
 
 impl Case {
     fn trials(self, tier: Tier) -> impl Iterator<Item = Trial> {
-        let platforms = self.platforms.iter();
-        let platforms = platforms.filter(move |platform| tier.includes(**platform, self.platforms));
-        platforms.map(move |platform| Trial {
+        tier.platforms(self.platforms).map(move |platform| Trial {
             ignored: self.ignored,
-            ..trial(name(self.name, platform), move || (self.test)(*platform))
+            ..trial(name(self.name, platform), move || (self.test)(platform))
         })
     }
 }

@@ -31,9 +31,15 @@ impl Tier {
         }
     }
 
+    /// The platforms on which a case that has these runs.
+    pub fn platforms(self, platforms: &'static [Platform]) -> impl Iterator<Item = Platform> {
+        let included = move |platform: &Platform| self.includes(*platform, platforms);
+        platforms.iter().copied().filter(included)
+    }
+
     /// Whether a case that has these platforms runs on this one. Of twins, which differ by the version of
     /// containerd, a commit runs the newer one.
-    pub fn includes(self, platform: Platform, platforms: &[Platform]) -> bool {
+    fn includes(self, platform: Platform, platforms: &[Platform]) -> bool {
         let has_newer = || platforms.iter().any(|other| other.suite == Suite::Forky);
         self == Self::All || platform.suite != Suite::Trixie || !has_newer()
     }

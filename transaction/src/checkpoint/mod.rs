@@ -110,18 +110,20 @@ impl Request {
         }
     }
 
-    fn begin(&self, container: &Container, was_frozen: bool, checkpoint: String) -> Begin {
+    /// Of a checkpoint without GPUs, for its journal.
+    fn begin_plain(&self, container: &Container, was_frozen: bool) -> Begin {
         let work = WorkDir::choose(container, self);
         Begin {
             op: journal::Operation::Checkpoint,
             container: container.id.clone(),
-            gpu: container.traits.by_firn(),
+            gpu: false,
             exit: self.exit,
             image: self.image.path().to_owned(),
             work: work.path,
             work_is_ours: work.ours,
             was_frozen,
-            checkpoint,
+            // The job's hooks are called with GPUs alone.
+            checkpoint: String::new(),
         }
     }
 }

@@ -57,7 +57,7 @@ pub(super) async fn run(
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
         .is_ok_and(|state| state != FreezerState::Thawed);
-    let begin = request.begin(container, was_frozen, String::new());
+    let begin = request.begin_plain(container, was_frozen);
     let journal = Journal::begin(&container.bundle, begin).await;
     let dump = PlainDump {
         container,

@@ -134,12 +134,6 @@ impl Place {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Changes with every entry. None: there is no history yet.
-    pub fn version(&self) -> io::Result<Option<(FileId, u64)>> {
-        let metadata = fs::symlink_metadata(self.0.join(FILE)).if_present()?;
-        Ok(metadata.map(|metadata| (FileId::of(&metadata), metadata.len())))
-    }
-
     /// Changes when the files are replaced.
     fn identity(&self) -> io::Result<[Option<FileId>; 3]> {
         let of = |name| {

@@ -168,11 +168,9 @@ fn points() -> Vec<Point> {
 
 pub(crate) fn suite() -> matrix::Suite {
     let tier = Tier::current();
-    let platforms = PLATFORMS
-        .iter()
-        .filter(|platform| tier.includes(**platform, &PLATFORMS));
-    let pairs: Vec<_> = platforms
-        .map(|platform| Arc::new(Pair::new(*platform, tier)))
+    let pairs: Vec<_> = tier
+        .platforms(&PLATFORMS)
+        .map(|platform| Arc::new(Pair::new(platform, tier)))
         .collect();
     let flaky_trials = Arc::new(FlakyTrials::default());
     let mut trials = vec![

@@ -110,11 +110,9 @@ fn points() -> Vec<Point> {
 
 pub(crate) fn suite() -> matrix::Suite {
     let tier = Tier::current();
-    let platforms = PLATFORMS
-        .iter()
-        .filter(|platform| tier.includes(**platform, &PLATFORMS));
-    let hosts: Vec<_> = platforms
-        .map(|platform| Arc::new(Hosts::new(*platform)))
+    let hosts: Vec<_> = tier
+        .platforms(&PLATFORMS)
+        .map(|platform| Arc::new(Hosts::new(platform)))
         .collect();
     let mut trials = Vec::new();
     // Neighbours are of different platforms, so that tests that run at the same time do not wait for each

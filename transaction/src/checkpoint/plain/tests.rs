@@ -65,7 +65,7 @@ fn long_path(length: usize) -> PathBuf {
 async fn first_line(reaper: &Reaper, image: PathBuf) -> usize {
     let bundle = tempfile::tempdir().unwrap();
     let container = container(bundle.path(), reaper);
-    let begin = request(image).begin(&container, false, String::new());
+    let begin = request(image).begin_plain(&container, false);
     let bundle_bytes = bundle.path().as_os_str().len();
     Journal::begin(bundle.path(), begin).await.unwrap();
     let line = fs::read(bundle.path().join(journal::FILE)).unwrap();
