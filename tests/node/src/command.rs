@@ -72,7 +72,7 @@ impl Node {
             .args(["--kill-after=5", &limit.as_secs_f64().to_string()])
             .args(argv);
         let words: Vec<_> = argv.iter().map(|word| word.as_ref().to_string_lossy()).collect();
-        let shown = || format!("`{}` in node {}", words.join(" "), self.name());
+        let shown = || format!("`{}` in node {}", first_line(&words.join(" ")), self.name());
         let output = command.stdin(Stdio::null()).output().with_context(shown)?;
         let text = Output {
             stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -97,6 +97,15 @@ impl Node {
         command
             .spawn()
             .with_context(|| format!("start {}", host::show(&command)))
+    }
+}
+
+/// The first line of a call, and whether there are more: a summary has room for what a script has printed,
+/// and not for the script.
+fn first_line(call: &str) -> String {
+    match call.split_once('\n') {
+        Some((first, _)) => format!("{first} ..."),
+        None => call.to_owned(),
     }
 }
 

@@ -19,6 +19,11 @@ impl Failure {
     const LINES: usize = 8;
     const WIDTH: usize = 160;
 
+    /// Of a whole program, with the last lines of its output.
+    pub fn of_program(name: String, output: Vec<String>) -> Self {
+        Self { name, output }
+    }
+
     pub fn name(&self) -> &str {
         &self.name
     }

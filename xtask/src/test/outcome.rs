@@ -1,6 +1,6 @@
 //! The result of a check, read from the output of the program that makes it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io::{self, BufRead, BufReader, Write};
 use std::ops::AddAssign;
 use std::process::{Command, Stdio};
@@ -124,6 +124,9 @@ impl Output {
     }
 }
 
+/// Lines of a program's output that are shown when it fails without a test that failed.
+const LAST: usize = 5;
+
 /// Runs a program, copies its output to `out`, and reads the result from it.
 pub(super) fn through(mut command: Command, out: &mut Output) -> Result<Outcome> {
     let shown = format!("{command:?}");
@@ -136,12 +139,17 @@ pub(super) fn through(mut command: Command, out: &mut Output) -> Result<Outcome>
     // It holds the pipe open for writing.
     drop(command);
     let (mut outcome, mut failures) = (Outcome::new(true), Failures::default());
+    let mut last = VecDeque::new();
     for line in BufReader::new(reader).split(b'\n') {
         let line = line.with_context(|| format!("read from {shown}"))?;
         out.line(&line)?;
         let line = String::from_utf8_lossy(&line);
         outcome.tests += Tests::of_line(&line);
         failures.line(&line);
+        last.push_back(line.clone().into_owned());
+        if last.len() > LAST {
+            last.pop_front();
+        }
         outcome
             .skipped
             .extend(line.strip_prefix("skipped: ").map(str::to_owned));
@@ -154,6 +162,11 @@ pub(super) fn through(mut command: Command, out: &mut Output) -> Result<Outcome>
     if !status.success() {
         out.line(format!("{shown}: {status}").as_bytes())?;
         outcome.verdict = Verdict::Failed;
+        if outcome.failures.is_empty() && outcome.tests.failed == 0 {
+            // Killed, or no program of tests: the summary shows what there is.
+            let failure = Failure::of_program(format!("{shown}: {status}"), last.into());
+            outcome.failures.push(failure);
+        }
     }
     Ok(outcome)
 }
@@ -194,6 +207,12 @@ mod tests {
         let (outcome, printed) = shell(&format!("{one}; exit 3"));
         assert_eq!((outcome.verdict, outcome.tests.passed), (Verdict::Failed, 1));
         assert!(printed.contains("exit status: 3"), "{printed}");
+        let failures: Vec<String> = outcome.failures.iter().map(Failure::short).collect();
+        assert!(failures[0].starts_with("\"sh\" \"-c\""), "{failures:?}");
+        assert!(
+            failures[0].ends_with("exit status: 3: test result: ok. 1 passed; 0 failed; 0 ignored"),
+            "{failures:?}"
+        );
         let (outcome, _) = shell(
             "printf '%s\\n' 'test a ... FAILED' '' failures: '' '---- a stdout ----' 'panicked at b:' '' \
              'left: 1' \

@@ -20,6 +20,8 @@ pub(super) struct Program {
     /// Of its target: a crate's for unit tests.
     pub(super) name: String,
     file: PathBuf,
+    /// Whether it consists of tests. Cargo also builds the programs that tests start.
+    has_tests: bool,
     /// Of its package, where cargo would run it.
     dir: PathBuf,
 }
@@ -92,6 +94,7 @@ fn read(message: &str) -> Result<Option<Program>> {
     Ok(Some(Program {
         name: name.to_owned(),
         file: file.into(),
+        has_tests: message["profile"]["test"] == true,
         dir: dir.into(),
     }))
 }
@@ -102,7 +105,7 @@ pub(super) fn unit_tests(programs: &Programs, left_out: &'static [&'static str])
     let check = Check::new("unit tests", move |out| {
         let mut all = Outcome::new(true);
         for program in programs.all()? {
-            if left_out.contains(&&*program.name) {
+            if !program.has_tests || left_out.contains(&&*program.name) {
                 continue;
             }
             out.line(format!("\n-- {} of {}", program.name, program.dir.display()).as_bytes())?;
@@ -125,12 +128,15 @@ mod tests {
     #[test]
     fn programs_are_read_from_the_messages_of_cargo() {
         let message = r#"{"reason":"compiler-artifact","manifest_path":"/w/shim/Cargo.toml",
-            "target":{"name":"firn_shim"},"executable":"/w/target/debug/deps/firn_shim-1"}"#;
+            "target":{"name":"firn_shim"},"executable":"/w/target/debug/deps/firn_shim-1",
+            "profile":{"test":true}}"#;
         let program = read(message).unwrap().unwrap();
         assert_eq!(
-            (&*program.name, program.dir.to_str()),
-            ("firn_shim", Some("/w/shim"))
+            (&*program.name, program.dir.to_str(), program.has_tests),
+            ("firn_shim", Some("/w/shim"), true)
         );
+        let started = read(&message.replace("true", "false")).unwrap().unwrap();
+        assert!(!started.has_tests);
         let library = r#"{"target":{"name":"a"},"manifest_path":"/w/a/Cargo.toml","executable":null}"#;
         assert!(read(library).unwrap().is_none());
         assert!(read("warning: no message").is_err());

@@ -30,7 +30,8 @@ criu dump -t $job -D image --leave-stopped -o dump.log >/dev/null
 rest='"image":"/srv/bare/image","processes":[{"pid":PID,"inside":PID}],"bulk":[]'
 echo "{\"request\":{\"rest\":{$rest}},\"shown\":null}" | sed "s/PID/$job/g" | firn-hook memory >/dev/null
 kill -KILL $job
-while [ -e /proc/$job/exe ]; do sleep 0.05; done
+# Its number is free when it is reaped, long after it has lost its memory and its program.
+wait $job || :
 criu restore -D image -d -o restore.log >/dev/null
 kill -USR1 $job
 lines 2
