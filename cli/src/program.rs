@@ -9,7 +9,7 @@ use firn_config::{Config, find_program, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
 use firn_host::ProblemReport;
-use firn_transaction::reaper::{OutputError, Reaper};
+use firn_process::reaper::{OutputError, Reaper};
 
 /// What a program has printed.
 pub struct Output {

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_transaction::fuzz::cgroups_path(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| firn_process::fuzz::cgroups_path(data));

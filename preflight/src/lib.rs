@@ -18,7 +18,7 @@ pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refuse
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
     Certainty, Connection, Finding, Inherited, OtherEnd, RefusedBefore, UnixKind, UnixSocket, Unreadable,
-    is_in_vfork,
+    is_outside_vfork,
 };
 pub use refusal::Refusal;
 pub use workload::{Assertions, Capacity, OtherVendors, Workload};

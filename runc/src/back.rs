@@ -3,8 +3,8 @@
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
+use firn_process::reaper::Reaper;
 use firn_transaction::look;
-use firn_transaction::reaper::Reaper;
 use firn_transaction::recording;
 use nix::sys::prctl;
 

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use firn_image::manifest::DumpFlags;
+use firn_process::panics::caught;
+use firn_process::reaper::Reaper;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::InitState;
 use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
-use firn_transaction::panics::caught;
-use firn_transaction::reaper::Reaper;
 use firn_transaction::recording;
 
 use crate::action::Done;

@@ -7,12 +7,12 @@ use std::time::{Duration, SystemTime};
 
 use firn_host::procfs;
 use firn_oci::Spec;
-use firn_transaction::cgroup::Cgroup;
+use firn_process::cgroup::Cgroup;
+use firn_process::reaper::{Exit, Reaper};
 use firn_transaction::container::{Container, ContainerTraits, InitState, Process, StdioPaths};
 use firn_transaction::create;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::prepared_restore::PreparedRestore;
-use firn_transaction::reaper::{Exit, Reaper};
 use firn_transaction::runc::Runc;
 use serde::Deserialize;
 

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use firn_transaction::cancel::CancellationToken;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 use firn_transaction::create::{Request, prepare};
-use firn_transaction::reaper::Reaper;
 use firn_transaction::recovery;
 use firn_transaction::restore::NoImages;
 

@@ -80,10 +80,10 @@ impl Sink {
                     entry["container"] = of.container.as_str().into();
                     entry["transaction"] = of.id.as_str().into();
                 }
-                writeln!(firn_transaction::panics::lock(file), "{entry}")
+                writeln!(firn_process::panics::lock(file), "{entry}")
             }
             Self::File { file, json: false } => {
-                let mut file = firn_transaction::panics::lock(file);
+                let mut file = firn_process::panics::lock(file);
                 write_line(
                     &mut *file,
                     format_args!("time={time:?} level={level} msg={text:?}{fields}"),

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_host::UnlessAbsent;
-use firn_transaction::cgroup::Cgroup;
+use firn_process::cgroup::Cgroup;
+use firn_process::reaper::Reaper;
 use firn_transaction::checkpoint;
 use firn_transaction::container::{Container, InitState};
 use firn_transaction::create;
 use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::journal::{Operation, Outcome};
-use firn_transaction::reaper::Reaper;
 use firn_transaction::recording;
 use firn_transaction::recovery::Recovery;
 use firn_transaction::restore;

@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 use firn_config::names;
 use firn_oci::Spec;
-use firn_transaction::cancel::CancellationToken;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 use firn_transaction::container::Container;
 use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
 use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::journal::Operation;
 use firn_transaction::prepared_restore::PreparedRestore;
-use firn_transaction::reaper::Reaper;
 use firn_transaction::{recording, recovery, restore};
 
 use crate::action::Done;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use firn_config::names;
 use firn_oci::{GpuPath, Spec, classify, edit};
-use firn_transaction::blocking::blocking;
+use firn_process::blocking::blocking;
 use firn_transaction::checkpoint::park::Moved;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};

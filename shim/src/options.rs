@@ -14,7 +14,7 @@ use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, UnknownValueRef};
 
-use firn_transaction::cgroup::Cgroup;
+use firn_process::cgroup::Cgroup;
 use firn_transaction::options::{MAX_FILE, RuncOptions};
 
 const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";

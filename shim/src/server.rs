@@ -20,6 +20,9 @@ use std::time::Duration;
 
 use containerd_shim_protos::shim_async::{Task, create_task};
 use firn_host::FileId;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
+use firn_process::sys;
 use nix::sys::prctl;
 use nix::unistd::geteuid;
 use tokio::signal::unix::{SignalKind, signal};
@@ -33,10 +36,7 @@ use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::history::History;
 use crate::logger;
-use firn_transaction::cancel::CancellationToken;
 use firn_transaction::history::Place;
-use firn_transaction::reaper::Reaper;
-use firn_transaction::sys;
 
 /// The fifo in the bundle that containerd reads.
 const LOG_FIFO: &str = "log";

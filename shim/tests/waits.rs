@@ -130,6 +130,7 @@ fn the_list_has_every_wait_with_its_deadline() {
     let page = fs::read_to_string(shim.join("../docs/reference/waits.md")).unwrap();
     let (listed, mut found) = (of_page(&page), Waits::new());
     of_crate("shim", &mut found);
+    of_crate("process", &mut found);
     of_crate("transaction", &mut found);
     assert!(found.len() > 40, "the sources are elsewhere: {found:?}");
     for (file, waits) in &found {

@@ -14,18 +14,19 @@ use firn_host::{Chain, ProblemLine};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::job_hook::{self, JobHook, JobHookError};
 use firn_oci::{Spec, SpecError, edit};
+use firn_process::OrWarn;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 
-use crate::cancel::CancellationToken;
 use crate::checkpoint::{self, CheckpointError};
+use crate::configured::configured;
 use crate::container::ContainerTraits;
 use crate::gpu_request;
 use crate::memory_owner::Chosen;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
-use crate::reaper::Reaper;
 use crate::restore::{self, ImageStore, Named, Node, Preparation, Refusal, RestoreError, Wish};
 use crate::runc::Runc;
-use crate::warn::{OrWarn, configured};
 
 pub use crate::gpu_request::GpuRequestError;
 

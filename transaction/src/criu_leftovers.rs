@@ -7,10 +7,10 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use crate::blocking::tidy;
-use crate::unmount::unmount_below;
-use crate::warn::OrWarn;
 use firn_host::{UnlessAbsent, procfs};
+use firn_process::OrWarn;
+use firn_process::blocking::tidy;
+use firn_process::unmount::unmount_below;
 
 /// Mounts that a killed CRIU leaves below its work directory.
 pub const CGYARD: &str = ".criu.cgyard.";

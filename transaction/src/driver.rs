@@ -15,13 +15,13 @@ use command_fds::{CommandFdExt, FdMapping};
 use firn_config::Deadlines;
 use firn_gpu::protocol::{DriverError, ENV_TRANSACTION, GpuMemory, ProcessReply, Reply, Request};
 use firn_gpu::{CudaProcess, CudaState, GpuPair, GpuUuid, Inventory};
+use firn_host::procfs;
 use firn_host::{Problem, Remedy, remedy};
+use firn_process::reaper::{Child, Reaper};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
 use crate::journal::{Journal, Role};
-use crate::procfs;
-use crate::reaper::{Child, Reaper};
 use crate::recording;
 
 /// Longest reply line that is read, in bytes.

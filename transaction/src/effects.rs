@@ -12,10 +12,10 @@ use std::collections::BTreeSet;
 use std::future::Future;
 
 use firn_gpu::{CudaProcess, CudaState};
+use firn_process::OrWarn;
 
 use crate::end_proof::EndProof;
 use crate::phase::Phase;
-use crate::warn::OrWarn;
 
 /// What a checkpoint and a restore have in common: the journal, and the restore of GPU state.
 pub trait Gpu: Send {

@@ -5,7 +5,6 @@
 //! generated input, the unit tests below with the stored corpus. The assertions go beyond "no panic", and
 //! their expected values are not computed by the code under test.
 
-pub use crate::cgroup::fuzz::cgroups_path;
 pub use crate::restore::named::fuzz::restore_from;
 pub use crate::runc::fuzz::runtime_output;
 pub use crate::stdio::fuzz::stdio;
@@ -34,8 +33,7 @@ mod tests {
     #[test]
     fn the_kept_inputs_pass() {
         for (target, run) in [
-            ("cgroups_path", super::cgroups_path as fn(&[u8])),
-            ("restore_from", super::restore_from),
+            ("restore_from", super::restore_from as fn(&[u8])),
             ("runtime_output", super::runtime_output),
             ("stdio", super::stdio),
         ] {

@@ -13,7 +13,7 @@ use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_oci::{GpuRequest, NamedGpus, RequestSource, Rules, Spec, requests_beyond_gpus};
 use serde::Deserialize;
 
-use crate::reaper::{Output, OutputError, Reaper};
+use firn_process::reaper::{Output, OutputError, Reaper};
 
 /// How long the helper may take. It reads some small files.
 const LIMIT: Duration = Duration::from_secs(30);

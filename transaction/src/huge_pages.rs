@@ -21,8 +21,8 @@ use firn_host::UnlessAbsent;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::blocking::blocking;
-use crate::warn::OrWarn;
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
 
 /// The host's setting.
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";

@@ -9,10 +9,10 @@ use firn_gpu::GpuUuid;
 use firn_host::{Chain, Problem, procfs};
 use firn_oci::Spec;
 use firn_oci::job_hook::{self, Answer, Call, Facts, GpuAddress, JobHook, JobHookError};
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 
-use crate::cancel::CancellationToken;
 use crate::container::Container;
-use crate::reaper::Reaper;
 
 /// How much longer than the hook firn-hook may take.
 const GRACE: Duration = Duration::from_secs(5);

@@ -33,14 +33,16 @@ use firn_preflight::{Inherited, RefusedBefore};
 use serde::{Deserialize, Serialize};
 
 pub use self::record::Record;
-use crate::blocking::blocking;
 pub use crate::phase::Operation;
+use firn_host::procfs;
+use firn_process::blocking::blocking;
+
 use crate::phase::Phase;
-use crate::procfs;
 use crate::recording;
 pub use crate::recording::Origin;
+use firn_process::OrWarn;
+
 use crate::steps::{Follower, Step};
-use crate::warn::OrWarn;
 use firn_gpu::CudaProcess;
 
 /// A failpoint between two phases: a shim that was built for tests waits here while a test names it.

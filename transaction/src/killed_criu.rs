@@ -10,12 +10,13 @@ use std::time::Duration;
 
 use firn_config::{find_program, names};
 use firn_host::{Chain, bounded};
+use firn_process::OrWarn;
+use firn_process::blocking::stoppable_until;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 
-use crate::blocking::stoppable_until;
-use crate::cancel::CancellationToken;
+use crate::configured::configured;
 use crate::container::Container;
-use crate::reaper::Reaper;
-use crate::warn::{OrWarn, configured};
 
 /// CRIU's log of a dump in its work directory.
 pub(crate) const DUMP_LOG: &str = "dump.log";

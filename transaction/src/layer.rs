@@ -5,10 +5,10 @@ use std::process::Command;
 
 use firn_config::{Config, Keys, find_program, names};
 use firn_host::{Chain, Problem};
+use firn_process::blocking::tidy;
+use firn_process::reaper::Reaper;
 
-use crate::blocking::tidy;
 use crate::container::Container;
-use crate::reaper::Reaper;
 
 /// A container whose files are not kept.
 #[derive(Debug, thiserror::Error, Problem)]

@@ -20,7 +20,7 @@ use firn_oci::{GpuPath, Spec, SpecError, classify};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use crate::procfs;
+use firn_host::procfs;
 
 /// The file that is locked while one of the others is written after a look at all.
 const LOCK: &str = ".lock";

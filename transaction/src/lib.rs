@@ -2,12 +2,10 @@
 //!
 //! The crate calls the OCI runtime and the driver worker. It knows neither ttrpc nor containerd: the shim and
 //! the command line call it.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
-pub mod blocking;
-pub mod cancel;
-pub mod cgroup;
 pub mod checkpoint;
+mod configured;
 pub mod container;
 pub mod create;
 pub mod criu_leftovers;
@@ -32,30 +30,14 @@ pub mod meeting;
 mod memory;
 pub mod memory_owner;
 pub mod options;
-pub mod panics;
 pub mod parked;
 pub mod phase;
-pub mod pidfd;
 pub mod prepared_restore;
-pub mod reaper;
 pub mod recording;
 pub mod recovery;
 pub mod restore;
 pub mod runc;
 pub mod stdio;
 pub mod steps;
-pub mod sys;
-#[cfg(any(test, feature = "testing"))]
-#[doc(hidden)]
-#[allow(
-    clippy::unwrap_used,
-    reason = "a test that cannot be set up is a test that fails"
-)]
-pub mod testing;
 pub mod timings;
-pub mod tracer;
 mod transaction;
-pub mod unmount;
-mod warn;
-
-use firn_host::procfs;

@@ -20,8 +20,8 @@ use firn_preflight::{Inherited, OtherGpus, UnixSocket, Workload};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::cancel::CancellationToken;
-use crate::reaper::{OutputError, Reaper};
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
 
@@ -227,7 +227,7 @@ mod tests {
         );
         let is_gone = || {
             let pid = std::fs::read_to_string(&pid_file).unwrap();
-            !crate::procfs::is_alive(pid.trim().parse().unwrap())
+            !firn_host::procfs::is_alive(pid.trim().parse().unwrap())
         };
         let late = run_sh(&hang, Duration::from_millis(300), &CancellationToken::default())
             .await

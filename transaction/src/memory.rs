@@ -8,14 +8,14 @@ use firn_config::names;
 use firn_host::{Chain, Problem, ProblemReport};
 use firn_image::memory::call::{Order, Request};
 use firn_image::memory::progress::{self, Progress, Shown};
+use firn_process::blocking::{remove, tidy};
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::{OutputError, Reaper};
 use serde::de::DeserializeOwned;
 use tokio::time::sleep;
 
-use crate::blocking::{remove, tidy};
-use crate::cancel::CancellationToken;
 use crate::journal::Journal;
 use crate::phase::Phase;
-use crate::reaper::{OutputError, Reaper};
 use crate::steps::Step;
 
 /// How often it is logged how far a copy is.

@@ -8,14 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use firn_host::clock;
+use firn_process::call;
+use firn_process::panics::lock;
 use serde::{Deserialize, Serialize};
 
-use crate::panics::lock;
 use crate::phase::{Operation, Phase};
-
-tokio::task_local! {
-    static CALL: Arc<Call>;
-}
 
 /// More phases than a transaction has.
 const PHASES: usize = 64;
@@ -28,21 +25,12 @@ struct Call {
 
 /// Runs `work` as a call.
 pub fn within_call<T>(work: impl Future<Output = T>) -> impl Future<Output = T> {
-    CALL.scope(Arc::default(), work)
-}
-
-/// Runs blocking work on another thread as part of the call that has started it.
-pub(crate) fn inherit<T>(work: impl FnOnce() -> T) -> impl FnOnce() -> T {
-    let call = CALL.try_with(Arc::clone);
-    move || match call {
-        Ok(call) => CALL.sync_scope(call, work),
-        Err(_) => work(),
-    }
+    call::within(Arc::<Call>::default(), work)
 }
 
 /// The transaction of this call; none before it begins.
 pub fn current() -> Option<Arc<Recording>> {
-    CALL.try_with(|call| lock(&call.current).clone()).ok().flatten()
+    lock(&call::subject::<Call>()?.current).clone()
 }
 
 /// Whose transaction it is.
@@ -121,7 +109,9 @@ pub(crate) fn new_id() -> String {
 pub fn begin(operation: Operation, container: &str, namespace: &str) -> Arc<Recording> {
     let recording = Arc::new(Recording::of(operation, container, namespace));
     // Outside of a call there is no log line to name it.
-    let _ = CALL.try_with(|call| *lock(&call.current) = Some(recording.clone()));
+    if let Some(call) = call::subject::<Call>() {
+        *lock(&call.current) = Some(recording.clone());
+    }
     recording
 }
 
@@ -131,7 +121,9 @@ pub(crate) fn adopt(origin: &Origin, operation: Operation, container: &str) {
         id: origin.id.clone(),
         ..Recording::of(operation, container, &origin.namespace)
     };
-    let _ = CALL.try_with(|call| *lock(&call.current) = Some(Arc::new(of)));
+    if let Some(call) = call::subject::<Call>() {
+        *lock(&call.current) = Some(Arc::new(of));
+    }
 }
 
 impl Recording {

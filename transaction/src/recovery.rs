@@ -10,15 +10,18 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::names;
+use firn_host::procfs;
+use firn_process::OrWarn;
+use firn_process::blocking::{blocking, remove, tidy};
+use firn_process::pidfd;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::blocking::{blocking, remove, tidy};
+use crate::configured::configured;
 use crate::criu_leftovers::unmount_yards;
 use crate::image_dir::{ImageDir, rescue};
 use crate::journal::{self, ChildProcess, ImageWas, Operation, Record, Role};
 use crate::phase::Phase;
-use crate::warn::{OrWarn, configured};
-use crate::{huge_pages, killed_criu, pidfd, procfs};
+use crate::{huge_pages, killed_criu};
 
 /// CRIU's name as the kernel has it.
 const CRIU: &str = "criu";

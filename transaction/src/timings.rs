@@ -5,12 +5,12 @@
 use std::path::Path;
 use std::time::Duration;
 
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
+use firn_process::panics::lock;
 use serde::Serialize;
 
-use crate::blocking::blocking;
-use crate::panics::lock;
 use crate::recording::{self, PhaseTime, Recording, millis};
-use crate::warn::OrWarn;
 
 /// File in the bundle with the timings of the last transaction. The next transaction replaces it.
 pub const FILE: &str = "firn-timings.json";

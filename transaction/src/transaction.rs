@@ -8,16 +8,16 @@
 use std::path::PathBuf;
 
 use firn_config::{Config, ConfigError, Keys, ProgramError, find_program, names};
+use firn_process::cancel::{CancellationToken, TransactionGuard};
+use firn_process::cgroup::{Cgroup, CgroupError, FreezerState};
+use firn_process::reaper::Reaper;
 
-use crate::cancel::{CancellationToken, TransactionGuard};
-use crate::cgroup::{Cgroup, CgroupError, FreezerState};
+use crate::configured::configured;
 use crate::container::Container;
 use crate::driver::Driver;
 use crate::journal::{self, Begin, Journal, JournalError, Operation, Outcome, Record};
-use crate::reaper::Reaper;
 use crate::recording;
 use crate::timings;
-use crate::warn::configured;
 
 /// A transaction that has begun and not ended.
 pub(crate) struct Transaction<'c> {

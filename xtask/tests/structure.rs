@@ -13,7 +13,7 @@ use serde_json::Value;
 
 /// The product's crates, and the crates of the workspace that each may depend on. A crate that does not exist
 /// is no error; one that is missing here is.
-const ALLOWED: [(&str, &[&str]); 17] = [
+const ALLOWED: [(&str, &[&str]); 18] = [
     ("criu-plugin", &[]),
     ("host/derive", &[]),
     ("host", &["host/derive"]),
@@ -25,6 +25,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
     ("remap", &["host", "config", "gpu", "oci", "image"]),
     ("preflight", &["host", "config", "gpu", "oci", "image", "remap"]),
     ("worker", &["host", "gpu", "preflight"]),
+    ("process", &["host", "gpu", "oci"]),
     (
         "transaction",
         &[
@@ -36,6 +37,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
             "image",
             "remap",
             "preflight",
+            "process",
         ],
     ),
     (
@@ -48,6 +50,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
             "image",
             "remap",
             "preflight",
+            "process",
             "transaction",
         ],
     ),
@@ -60,6 +63,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
             "oci",
             "image",
             "preflight",
+            "process",
             "transaction",
         ],
     ),
@@ -76,6 +80,7 @@ const ALLOWED: [(&str, &[&str]); 17] = [
             "image",
             "remap",
             "preflight",
+            "process",
             "transaction",
             "cdi",
         ],

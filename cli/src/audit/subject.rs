@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 use firn_host::{Problem, procfs};
 use firn_oci::Spec;
 use firn_preflight::Tree;
-use firn_transaction::cgroup::Cgroup;
+use firn_process::cgroup::Cgroup;
 use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use firn_config::{find_program, names};
 use firn_host::{UnlessAbsent, mountinfo, procfs};
 use firn_oci::Spec;
-use firn_transaction::cgroup::{Cgroup, FreezerState};
+use firn_process::cgroup::{Cgroup, FreezerState};
 use firn_transaction::criu_leftovers::{self, CGYARD, ROOT};
 use firn_transaction::journal::{Outcome, Record};
 use firn_transaction::options::RuncOptions;

@@ -101,7 +101,7 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     if !is_whole {
         return output::failed(args.common.json, ProblemReport::from(PruneError::NotAsked));
     }
-    let wanted = match wanted(args, &found) {
+    let wanted = match wanted(args, &found, clock::now() / 1000) {
         Ok(wanted) => wanted,
         Err(error) => return output::failed(args.common.json, ProblemReport::from(error)),
     };
@@ -133,9 +133,12 @@ pub fn run(args: &PruneArgs) -> Result<bool> {
     Ok(kept.is_empty())
 }
 
-/// The checkpoints that are named, or old enough.
-fn wanted<'a>(args: &PruneArgs, found: &'a [Checkpoint]) -> Result<Vec<&'a Checkpoint>, PruneError> {
-    let now = clock::now() / 1000;
+/// The checkpoints that are named, or old enough at `now`, in seconds since 1970.
+fn wanted<'a>(
+    args: &PruneArgs,
+    found: &'a [Checkpoint],
+    now: u64,
+) -> Result<Vec<&'a Checkpoint>, PruneError> {
     let is_old = |checkpoint: &&Checkpoint| {
         let age = now.saturating_sub(checkpoint.made);
         args.older_than
@@ -211,22 +214,25 @@ mod tests {
     use super::*;
     use crate::args::{Args, Command};
 
+    /// When the checkpoints of the test are looked at, in seconds since 1970.
+    const NOW: u64 = 1_800_000_000;
+
     /// Places of those that a command line wants, or the code.
     fn of(words: &str, found: &[Checkpoint]) -> Result<Vec<usize>, String> {
         let line = "firn images prune".split(' ').chain(words.split(' '));
         let Command::Images(ImagesCommand::Prune(args)) = Args::try_parse_from(line).unwrap().command else {
             panic!("another command");
         };
-        let wanted = wanted(&args, found).map_err(|error| ProblemReport::from(error).code.to_string())?;
+        let wanted = wanted(&args, found, NOW);
+        let wanted = wanted.map_err(|error| ProblemReport::from(error).code.to_string())?;
         let place = |one: &Checkpoint| found.iter().position(|other| std::ptr::eq(one, other));
         Ok(wanted.into_iter().filter_map(place).collect())
     }
 
     #[test]
     fn only_what_is_named_and_old_enough_is_wanted() {
-        let now = clock::now() / 1000;
         let one = |kind, name: &str, namespace: &str, age: u64| Checkpoint {
-            made: now - age,
+            made: NOW - age,
             ..Checkpoint::unread(kind, name, namespace)
         };
         let hour = Duration::from_secs(3600).as_secs();
@@ -234,7 +240,7 @@ mod tests {
             one(Kind::Image, "a", "ml", 2 * hour),
             one(Kind::Image, "a", "web", 60),
             one(Kind::Left, "/tmp/x", "", 3 * hour),
-            one(Kind::Left, "/tmp/y", "", now),
+            one(Kind::Left, "/tmp/y", "", NOW),
             one(Kind::Image, "b", "ml", 0),
         ];
         let unknown = || Err("FIRN-PRUNE-UNKNOWN".to_owned());

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use firn_config::names;
 use firn_host::{UnlessAbsent, procfs};
 use firn_oci::Spec;
-use firn_transaction::cgroup::{Cgroup, FreezerState};
+use firn_process::cgroup::{Cgroup, FreezerState};
 use firn_transaction::lease::Lease;
 use serde::Serialize;
 

@@ -173,13 +173,13 @@ pub(crate) fn held_devices(
     devices::inspect(proc_root, pids, cuda)
 }
 
-/// Whether one of these processes is between vfork and exec: its parent waits for that in the kernel, where
+/// Whether none of these processes is between vfork and exec: its parent waits for that in the kernel, where
 /// CRIU cannot stop it.
-pub fn is_in_vfork(pids: &[i32]) -> bool {
+pub fn is_outside_vfork(pids: &[i32]) -> bool {
     let all = set_of(pids.iter().copied());
     let parent = |pid| procfs::stat_field(pid, 1)?.parse().ok();
     let mut pairs = pids.iter().filter_map(|pid| Some((*pid, parent(*pid)?)));
-    pairs.any(|(pid, parent)| all.contains(&parent) && is_same_memory(pid, parent))
+    !pairs.any(|(pid, parent)| all.contains(&parent) && is_same_memory(pid, parent))
 }
 
 /// Reads the files of processes below `proc_root`. A process that has ended has no findings. Returns also

@@ -88,7 +88,7 @@ mod tests {
             let score = fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
             score.trim().parse::<i32>().unwrap()
         };
-        let reaper = firn_transaction::reaper::Reaper::start().unwrap();
+        let reaper = firn_process::reaper::Reaper::start().unwrap();
         let mut command = std::process::Command::new("/bin/sh");
         let command = command
             .args(["-c", "echo $$; read x"])

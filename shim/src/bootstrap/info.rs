@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
 use firn_config::find_runtime;
+use firn_process::reaper::Reaper;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
 
 use crate::action_io::{print, read_stdin, runtime};
 use crate::error::{ActionError, failed};
 use crate::options::{malformed, runc_options};
-use firn_transaction::reaper::Reaper;
 
 /// The name under which containerd and its clients know what this shim can do.
 const RUNTIME_NAME: &str = "io.containerd.runc.v2";

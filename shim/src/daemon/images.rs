@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::time::Instant;
 
-use firn_transaction::blocking::blocking;
+use firn_process::blocking::blocking;
 use firn_transaction::restore::{FoundImage, ImageStore};
 use protobuf::Message;
 use protobuf::well_known_types::empty::Empty;

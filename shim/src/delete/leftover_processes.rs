@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::time::Duration;
 
+use firn_process::pidfd::{self, Signal};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use tokio::time::{Instant, sleep};
 
 use crate::procfs;
-use firn_transaction::pidfd::{self, Signal};
 
 /// Pause between two looks at who is left.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -72,8 +72,9 @@ mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::process::{Child, Command, Stdio};
 
+    use firn_process::testing::mounts::private_dir;
+
     use super::*;
-    use firn_transaction::testing::mounts::private_dir;
 
     /// Of the processes that the tests run: it lives in the directory of its argument.
     #[test]

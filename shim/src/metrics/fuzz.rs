@@ -4,7 +4,7 @@ use std::path::Path;
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
 use firn_host::cgroup_mounts::Place;
-use firn_transaction::cgroup::Cgroup;
+use firn_process::cgroup::Cgroup;
 use protobuf::Message;
 
 use super::{v1, v2};

@@ -8,7 +8,7 @@ mod tests;
 use std::path::Path;
 
 use firn_host::cgroup_mounts::Version;
-use firn_transaction::cgroup::{Cgroup, CgroupError, read};
+use firn_process::cgroup::{Cgroup, CgroupError, read};
 use protobuf::Message;
 use protobuf::well_known_types::any::Any;
 

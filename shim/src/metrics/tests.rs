@@ -6,9 +6,9 @@ use std::fs;
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
 use firn_host::cgroup_mounts::Place;
-use firn_transaction::cgroup::read;
-use firn_transaction::cgroup::testing::{LIMIT, Scratch, fake, until};
-use firn_transaction::reaper::Reaper;
+use firn_process::cgroup::read;
+use firn_process::cgroup::testing::{LIMIT, Scratch, fake, until};
+use firn_process::reaper::Reaper;
 use protobuf::Message as _;
 use tempfile::TempDir;
 

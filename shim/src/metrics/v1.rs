@@ -7,12 +7,12 @@ use containerd_shim_protos::cgroups::metrics::{
     BlkIOEntry, BlkIOStat, CPUStat, CPUUsage, HugetlbStat, MemoryEntry, MemoryOomControl, MemoryStat,
     Metrics, PidsStat, RdmaEntry, RdmaStat, Throttle,
 };
+use firn_process::cgroup::read::{self, FlatKeyed, NestedLine};
+use firn_process::cgroup::{Cgroup, CgroupError};
 use protobuf::well_known_types::any::Any;
 use rustix::param::clock_ticks_per_second;
 
 use super::{encoded, number};
-use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
-use firn_transaction::cgroup::{Cgroup, CgroupError};
 
 const TYPE_URL: &str = "io.containerd.cgroups.v1.Metrics";
 

@@ -6,12 +6,12 @@ use containerd_shim_protos::cgroups_v2::metrics::{
     CPUStat, HugeTlbStat, IOEntry, IOStat, MemoryEvents, MemoryStat, Metrics, PSIData, PSIStats, PidsStat,
     RdmaEntry, RdmaStat,
 };
+use firn_process::cgroup::CgroupError;
+use firn_process::cgroup::read::{self, FlatKeyed, NestedLine};
 use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 
 use super::{encoded, number};
-use firn_transaction::cgroup::CgroupError;
-use firn_transaction::cgroup::read::{self, FlatKeyed, NestedLine};
 
 const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 

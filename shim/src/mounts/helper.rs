@@ -5,11 +5,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use containerd_shim_protos::types::mount::Mount;
+use firn_process::reaper::Reaper;
 
 use super::flags::Options;
 use super::mount::{Call, inside};
 use super::{MountError, on_thread};
-use firn_transaction::reaper::Reaper;
 
 /// How long a helper may take. It returns when the mount is there; what serves it continues behind it.
 const LIMIT: Duration = Duration::from_secs(60);

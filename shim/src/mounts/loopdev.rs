@@ -6,12 +6,12 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::types::mount::Mount;
+use firn_process::sys;
 use nix::errno::Errno;
 use nix::mount::MsFlags;
 
 use super::MountError;
 use super::flags::Options;
-use firn_transaction::sys;
 
 /// Hands out free devices.
 const CONTROL: &str = "/dev/loop-control";

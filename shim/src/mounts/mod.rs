@@ -22,10 +22,10 @@ use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::types::mount::Mount;
 
-use firn_transaction::unmount::{UnmountError, on_thread, unmount_recursive};
+use firn_process::unmount::{UnmountError, on_thread, unmount_recursive};
 
 use firn_host::Chain;
-use firn_transaction::reaper::Reaper;
+use firn_process::reaper::Reaper;
 
 use helper::Helper;
 

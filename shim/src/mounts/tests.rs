@@ -6,10 +6,11 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use firn_process::testing::mounts::{private_dir, tmpfs_at};
+use firn_process::unmount::unmount_below;
+
 use super::*;
 use firn_host::mountinfo::mounted;
-use firn_transaction::testing::mounts::{private_dir, tmpfs_at};
-use firn_transaction::unmount::unmount_below;
 
 /// As [`super::mount_all`], with the test's own reaper.
 async fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
@@ -292,7 +293,7 @@ async fn a_file_is_mounted_through_a_loop_device_that_ends_with_the_mount() {
     let image = tmp.path().join("image");
     File::create(&image).unwrap().set_len(4 << 20).unwrap();
     // mkfs is run through the reaper, because other tests reap all children of this process.
-    let reaper = firn_transaction::reaper::Reaper::start().unwrap();
+    let reaper = firn_process::reaper::Reaper::start().unwrap();
     let mut mkfs = std::process::Command::new("mkfs.ext4");
     let made = reaper
         .output(

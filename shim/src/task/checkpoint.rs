@@ -7,13 +7,14 @@ use crate::options::{PARENT_PATH, checkpoint_options, unknown_string};
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
+use firn_process::panics::caught;
+
 use super::{Service, TaskError};
 use firn_config::names;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
-use firn_transaction::panics::caught;
 
 pub(super) async fn checkpoint(
     service: &Arc<Service>,

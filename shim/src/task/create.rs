@@ -4,10 +4,12 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use firn_process::cancel::CancellationToken;
+use firn_process::unmount::unmount_recursive;
+
 use crate::options::{options_of_task, restore_dir};
 use containerd_shim_protos::api::{CreateTaskRequest, CreateTaskResponse};
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
-use firn_transaction::unmount::unmount_recursive;
 use protobuf::MessageField;
 
 use super::state::pid_field;
@@ -15,7 +17,6 @@ use super::{Service, Slot, TaskError, Transaction, exit};
 use crate::daemon::images::Images;
 use crate::{daemon, mounts};
 use firn_host::Chain;
-use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Process, StdioPaths};
 use firn_transaction::create as preparation;
 use firn_transaction::history;

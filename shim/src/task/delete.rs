@@ -6,7 +6,9 @@ use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::events::task::TaskDelete;
-use firn_transaction::unmount::unmount_recursive;
+use firn_process::cgroup::FreezerState;
+use firn_process::reaper::Exit;
+use firn_process::unmount::unmount_recursive;
 use tokio::time::{Instant, sleep};
 
 use super::kill::give_up;
@@ -15,10 +17,8 @@ use super::state::{exited_at, find, pid_field};
 use super::{Service, TaskError, moves};
 use firn_config::names::BUNDLE_OTHERS_CGROUP;
 use firn_host::Chain;
-use firn_transaction::cgroup::FreezerState;
 use firn_transaction::container::{Action, Container, InitState, Process};
 use firn_transaction::lease::Lease;
-use firn_transaction::reaper::Exit;
 use firn_transaction::stdio::Patience;
 
 /// How long a client that does not read, or one that reads slowly, may delay a delete; below the 10 s after

@@ -3,6 +3,7 @@
 //! The texts of the plain variants are those of containerd's own shim, because clients look for them.
 
 use firn_config::text::printable;
+use firn_process::cgroup;
 use firn_transaction::checkpoint::FailureKind;
 use nix::errno::Errno;
 use ttrpc::Code;
@@ -17,7 +18,7 @@ use firn_transaction::layer::LayerError;
 use firn_transaction::options;
 use firn_transaction::restore::RestoreError;
 use firn_transaction::runc::{PidFileError, RuncError, RuntimeMessage};
-use firn_transaction::{cgroup, history, stdio};
+use firn_transaction::{history, stdio};
 
 /// A request that failed.
 #[derive(Debug, thiserror::Error)]
@@ -62,7 +63,7 @@ pub(crate) enum TaskError {
     #[error("failed to delete task")]
     Delete(#[source] RuncError),
     #[error("failed rootfs umount")]
-    Unmount(#[source] firn_transaction::unmount::UnmountError),
+    Unmount(#[source] firn_process::unmount::UnmountError),
     #[error(transparent)]
     Message(#[from] RuntimeMessage),
     #[error("cannot decode the options")]

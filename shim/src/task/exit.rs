@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
+use firn_process::cgroup::CgroupError;
+use firn_process::reaper::Exit;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::state::{exited_at, id_of, pid_field};
 use super::{SIGKILL, Service};
 use firn_host::Chain;
-use firn_transaction::cgroup::CgroupError;
 use firn_transaction::container::{Container, Expectation, InitState, Owner, Process};
-use firn_transaction::reaper::Exit;
 use firn_transaction::runc::RuncError;
 
 /// Handles exits for as long as the shim lives.

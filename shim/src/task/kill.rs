@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, KillRequest};
+use firn_process::cgroup::{CgroupError, FreezerState};
 use nix::errno::Errno;
 use tokio::task::JoinError;
 use tokio::time::{Instant, sleep};
@@ -13,7 +14,6 @@ use super::state::find;
 use super::{SIGKILL, Service, TaskError};
 use crate::procfs;
 use firn_host::Chain;
-use firn_transaction::cgroup::{CgroupError, FreezerState};
 use firn_transaction::container::{Container, InitState};
 use firn_transaction::runc::RuncError;
 

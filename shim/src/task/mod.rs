@@ -40,15 +40,16 @@ pub(crate) use create::INIT_PID;
 pub(crate) use error::TaskError;
 pub(crate) use state::pid_field;
 
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
+
 use crate::daemon;
 use crate::events::Publisher;
 use crate::history::History;
 use crate::server::Context;
 use firn_host::Chain;
-use firn_transaction::cancel::CancellationToken;
 use firn_transaction::container::{Container, Exits};
 use firn_transaction::journal::Operation;
-use firn_transaction::reaper::Reaper;
 use firn_transaction::recording::{self, Recording};
 
 /// SIGKILL as the protocol numbers signals.

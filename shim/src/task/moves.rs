@@ -10,10 +10,10 @@ use containerd_shim_protos::api::Empty;
 use firn_config::text::one_line;
 use firn_config::{GpuBusy, names};
 use firn_host::Chain;
+use firn_process::panics::caught;
 use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, Wanted};
 use firn_transaction::container::{Action, Container, InitState, NotAllowed};
 use firn_transaction::journal::Operation;
-use firn_transaction::panics::caught;
 use tokio::sync::RwLockWriteGuard;
 
 use super::pause::resumed;

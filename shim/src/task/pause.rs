@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
 use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
+use firn_process::cgroup::FreezerState;
+use firn_process::panics::caught;
 
 use super::{Service, TaskError, moves};
-use firn_transaction::cgroup::FreezerState;
 use firn_transaction::checkpoint;
 use firn_transaction::checkpoint::park::{self, Wanted};
 use firn_transaction::container::{Action, Container, InitState};
 use firn_transaction::journal::Operation;
-use firn_transaction::panics::caught;
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;

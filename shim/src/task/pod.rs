@@ -14,12 +14,12 @@ use containerd_shim_protos::api::Empty;
 use firn_config::{Config, names};
 use firn_host::Chain;
 use firn_image::manifest::DumpFlags;
+use firn_process::panics::lock;
 use firn_transaction::checkpoint::{self, CheckpointError, Request};
 use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
 use firn_transaction::meeting::Meeting;
-use firn_transaction::panics::lock;
 use firn_transaction::recording;
 use tokio::sync::{oneshot, watch};
 

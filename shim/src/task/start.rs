@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
+use firn_process::cancel::CancellationToken;
 
 use super::create::{INIT_PID, open_stdio, owner};
 use super::state::{find, pid_field};
 use super::{SIGKILL, Service, TaskError, exit, moves};
 use crate::procfs;
 use firn_host::Chain;
-use firn_transaction::cancel::CancellationToken;
 use firn_transaction::checkpoint::park;
 use firn_transaction::container::{Action, Container, InitState, Process};
 use firn_transaction::journal::{Operation, point};

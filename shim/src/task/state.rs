@@ -12,9 +12,10 @@ use protobuf::MessageField;
 use protobuf::well_known_types::any::Any;
 use protobuf::well_known_types::timestamp::Timestamp;
 
+use firn_process::reaper::Exit;
+
 use super::{Service, TaskError};
 use firn_transaction::container::{Container, InitState, Process};
-use firn_transaction::reaper::Exit;
 use firn_transaction::runc::RuntimeMessage;
 
 pub(super) async fn state(service: &Arc<Service>, request: StateRequest) -> Result<StateResponse, TaskError> {

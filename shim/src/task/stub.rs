@@ -5,21 +5,21 @@ use firn_gpu::Backend;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use firn_process::cancel::CancellationToken;
+use firn_process::cgroup::Cgroup;
+use firn_process::cgroup::testing::{LIMIT, fake};
+use firn_process::reaper::Reaper;
+use firn_process::sys;
 use tempfile::TempDir;
 
 use super::{Service, Slot};
 use crate::events::testing::Published;
 use crate::history::History;
 use crate::server::Context;
-use firn_transaction::cancel::CancellationToken;
-use firn_transaction::cgroup::Cgroup;
-use firn_transaction::cgroup::testing::{LIMIT, fake};
 use firn_transaction::container::{Container, ContainerTraits, InitState, Owner, Process, StdioPaths};
 use firn_transaction::history::Place;
 use firn_transaction::options::RuncOptions;
-use firn_transaction::reaper::Reaper;
 use firn_transaction::runc::Runc;
-use firn_transaction::sys;
 
 /// The one container that there is.
 pub(super) const ID: &str = "box";

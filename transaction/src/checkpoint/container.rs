@@ -13,21 +13,24 @@ use std::path::{Path, PathBuf};
 use firn_config::{Tcp, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
+use firn_host::procfs;
 use firn_host::{UnlessAbsent, atomic_file};
 use firn_image::criu::{Continued, close_connections, close_unix_sockets};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
 use firn_image::memory::call::Ready;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
-use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket};
+use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfork};
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
+use firn_process::cancel::CancellationToken;
+use firn_process::cgroup::Still;
+use firn_process::tracer::{TracedThreads, threads};
 use firn_store::Owner;
 
 use super::Request;
 use super::dump::{Found, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
-use crate::blocking::blocking;
-use crate::cancel::CancellationToken;
-use crate::cgroup::Still;
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump as _};
 use crate::end_proof::EndProof;
@@ -35,10 +38,7 @@ use crate::huge_pages;
 use crate::journal;
 use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
-use crate::procfs;
-use crate::tracer::{TracedThreads, threads};
 use crate::transaction::Transaction;
-use crate::warn::OrWarn;
 use copying::Copied;
 
 /// How many pids a request to the worker has at most as well as those it names: eight bytes each.
@@ -397,7 +397,7 @@ impl Device for ContainerEffects<'_> {
         let freeze = self
             .transaction
             .cgroup
-            .freeze_outside_vfork(self.transaction.config.deadlines.freeze);
+            .freeze_when(is_outside_vfork, self.transaction.config.deadlines.freeze);
         unless_cancelled(self.transaction.cancel(), freeze).await
     }
 

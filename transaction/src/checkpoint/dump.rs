@@ -9,18 +9,18 @@ use std::time::Duration;
 use firn_config::OpenImageDir;
 use firn_host::UnlessAbsent;
 use firn_image::manifest::{DumpFlags, ImageFile, describe_images_by};
+use firn_process::OrWarn;
+use firn_process::blocking::{Left, stoppable_until};
+use firn_process::cancel::CancellationToken;
 
 use super::error::{DumpError, EffectError};
 use super::{KEPT_LOG, Request};
-use crate::blocking::{Left, stoppable_until};
-use crate::cancel::CancellationToken;
 use crate::container::Container;
 use crate::end_proof::Durable;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::killed_criu::DUMP_LOG;
 use crate::runc::{Bounds, Checkpoint, RuncError};
-use crate::warn::OrWarn;
 
 /// How long a finished checkpoint may wait for the file systems of its image and log.
 pub(super) const LEFTOVERS: Duration = Duration::from_secs(30);

@@ -12,11 +12,12 @@ use firn_host::{Chain, Problem, ProblemLine, Remedy};
 use firn_image::criu::ImageFault;
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
+use firn_process::cancel::CancellationToken;
+use firn_process::cgroup::CgroupError;
+use firn_process::tracer::TraceError;
 
 use super::park::GrantChangeError;
 use super::phases::Failure;
-use crate::cancel::CancellationToken;
-use crate::cgroup::CgroupError;
 use crate::container::Container;
 use crate::driver::WorkerError;
 use crate::image_dir::{ImageDirError, is_containerds};
@@ -28,7 +29,6 @@ use crate::look::LookError;
 use crate::memory::CopyError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
-use crate::tracer::TraceError;
 use crate::transaction::BeginError;
 pub use end::EndError;
 

@@ -3,6 +3,9 @@
 use std::path::PathBuf;
 
 use firn_config::find_criu_plugin;
+use firn_host::procfs;
+use firn_process::OrWarn;
+use firn_process::reaper::Reaper;
 
 use super::Request;
 use super::container::{ContainerEffects, Progress};
@@ -15,11 +18,8 @@ use crate::image_dir::ImageDirError;
 use crate::job_hook::HookError;
 use crate::journal::{self, Outcome};
 use crate::phase::Phase;
-use crate::procfs;
-use crate::reaper::Reaper;
 use crate::timings;
 use crate::transaction::Transaction;
-use crate::warn::OrWarn;
 
 pub(super) async fn run(
     container: &Container,

@@ -3,18 +3,19 @@
 use firn_gpu::SourceGpu;
 use firn_host::{Chain, Problem};
 use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook};
+use firn_process::OrWarn;
+use firn_process::cgroup::FreezerState;
+use firn_process::reaper::Reaper;
 
 use super::container::ContainerEffects;
 use super::error::{CheckpointError, EffectError};
-use crate::cgroup::FreezerState;
+use crate::configured::configured;
 use crate::container::Container;
 use crate::effects::Device;
 use crate::job_hook::{Caller, HookError, address, facts};
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::reaper::Reaper;
 use crate::timings;
-use crate::warn::{OrWarn, configured};
 
 impl ContainerEffects<'_> {
     /// Calls the hook `prepare`. It runs also in a container that the client has paused, as every client does

@@ -30,16 +30,17 @@ pub(crate) use error::{line, quoted};
 pub use job::call_pending;
 pub use rollback::{resume, rollback_after_panic};
 
-use crate::cancel::CancellationToken;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
+
+use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Begin};
 use crate::look::{self, Checked};
 use crate::meeting::Meeting;
-use crate::reaper::Reaper;
 use crate::runc::{Bounds, Checkpoint};
 use crate::transaction::Intent;
-use crate::warn::configured;
 use dump::WorkDir;
 
 /// The log of a failed dump, kept in the bundle as the stock shim does.

@@ -34,8 +34,8 @@ use firn_gpu::{CudaProcess, CudaState};
 use crate::effects::{Device, Dump, note};
 use crate::end_proof::EndProof;
 pub use crate::phase::Phase;
-use crate::warn::OrWarn;
 use firn_host::Chain;
+use firn_process::OrWarn;
 
 /// A checkpoint that failed. Unless [`Failure::suspended`] is set, the workload continues as before.
 #[derive(Debug, thiserror::Error)]

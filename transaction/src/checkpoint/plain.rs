@@ -4,17 +4,21 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_config::{Config, Keys};
+use firn_host::procfs;
 use firn_host::{Chain, UnlessAbsent};
 use firn_oci::criu_config;
-use firn_preflight::OtherGpus;
+use firn_preflight::{OtherGpus, is_outside_vfork};
+use firn_process::OrWarn;
+use firn_process::blocking::tidy;
+use firn_process::cancel::CancellationToken;
+use firn_process::cgroup::FreezerState;
+use firn_process::reaper::Reaper;
 
 use super::dump::{Leftovers, WorkDir, sync};
 use super::error::{CheckpointError, EffectError};
 use super::phases::Failure;
 use super::{KEPT_LOG, Request, join};
-use crate::blocking::tidy;
-use crate::cancel::CancellationToken;
-use crate::cgroup::FreezerState;
+use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
 use crate::journal::{self, Journal, Outcome};
@@ -22,10 +26,7 @@ use crate::killed_criu;
 use crate::layer;
 use crate::meeting::Meeting;
 use crate::phase::Phase;
-use crate::procfs;
-use crate::reaper::Reaper;
 use crate::runc::{Bounds, Checkpoint, RuncError};
-use crate::warn::{OrWarn, configured};
 
 /// How long a reset of the freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
@@ -257,14 +258,14 @@ async fn stand_still(
     cancel: &CancellationToken,
 ) -> Result<(), EffectError> {
     join(meeting, 1, cancel).await?;
-    container.cgroup()?.freeze_outside_vfork(RESET).await?;
+    container.cgroup()?.freeze_when(is_outside_vfork, RESET).await?;
     join(meeting, 2, cancel).await
 }
 
 /// Freezes the container, also one that its client has frozen, while no process is between vfork and exec:
 /// CRIU, which would freeze it at any moment, gives up after 10 s if one is.
 async fn freeze_outside_vfork(container: &Container, cancel: &CancellationToken) {
-    let frozen = async { container.cgroup()?.freeze_outside_vfork(RESET).await };
+    let frozen = async { container.cgroup()?.freeze_when(is_outside_vfork, RESET).await };
     if let Some(frozen) = cancel.unless_cancelled(frozen).await {
         frozen.unless_absent().or_warn(format_args!(
             "{}: a process may be between vfork and exec",

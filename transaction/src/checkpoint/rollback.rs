@@ -4,7 +4,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use firn_host::procfs;
 use firn_host::{Chain, UnlessAbsent};
+use firn_process::OrWarn;
+use firn_process::cancel::CancellationToken;
+use firn_process::panics::{caught, twice};
+use firn_process::reaper::Reaper;
 
 use super::Request;
 use super::container::{ContainerEffects, Progress};
@@ -12,19 +17,14 @@ use super::dump::LEFTOVERS;
 use super::error::{CheckpointError, EffectError};
 use super::phases::{self, Failure, Rollback};
 use super::plain::{RESET, reset_freezer};
-use crate::cancel::CancellationToken;
 use crate::container::{Container, InitState};
 use crate::huge_pages;
 use crate::image_dir::ImageDir;
 use crate::journal::{Journal, Outcome, Record};
 use crate::killed_criu;
-use crate::panics::{caught, twice};
 use crate::phase::Phase;
-use crate::procfs;
-use crate::reaper::Reaper;
 use crate::recovery::Recovery;
 use crate::transaction::Transaction;
-use crate::warn::OrWarn;
 
 /// How long the programs of a checkpoint may take to end after a panic.
 const PROGRAMS: Duration = Duration::from_secs(30);

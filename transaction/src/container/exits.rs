@@ -11,10 +11,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
+use firn_process::panics::lock;
+use firn_process::reaper::Exit;
+use firn_process::sys;
+
 use super::{Container, Process};
-use crate::panics::lock;
-use crate::reaper::Exit;
-use crate::sys;
 
 /// A process of a container.
 #[derive(Clone)]

@@ -23,16 +23,17 @@ pub use admission::{Action, InitState, NotAllowed, admit};
 pub use exits::{Exits, Expectation, Owner};
 pub use process::{Process, StdioPaths};
 
-use crate::cancel::Slot;
-use crate::cgroup::{Cgroup, CgroupError, OomWatch};
+use firn_process::cancel::Slot;
+use firn_process::cgroup::{Cgroup, CgroupError, OomWatch};
+use firn_process::panics::lock;
+use firn_process::reaper::Exit;
+use firn_process::tracer::TracedThreads;
+
 use crate::options::RuncOptions;
-use crate::panics::lock;
 use crate::parked::Parked;
 use crate::prepared_restore::PreparedRestore;
-use crate::reaper::Exit;
 use crate::runc::Runc;
 use crate::steps::Follower;
-use crate::tracer::TracedThreads;
 
 /// A container of this shim.
 pub struct Container {

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
 use firn_host::procfs;
+use firn_process::panics::lock;
+use firn_process::reaper::Exit;
 use tokio::sync::watch;
 
-use crate::panics::lock;
-use crate::reaper::Exit;
 use crate::stdio::Copier;
 
 /// Stdio as the client requested it: fifos or URIs, empty for none.
@@ -144,12 +144,12 @@ mod tests {
     use std::process::Command;
     use std::time::Duration;
 
+    use firn_process::reaper::Reaper;
     use nix::sys::stat::Mode;
     use nix::unistd::mkfifo;
     use tokio::time::timeout;
 
     use super::*;
-    use crate::reaper::Reaper;
     use crate::stdio::{Owner, Request, StdioConfig};
 
     const SOON: Duration = Duration::from_secs(20);

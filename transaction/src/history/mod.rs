@@ -16,14 +16,16 @@ use serde::{Deserialize, Serialize};
 pub use file::{History, LIMIT, Place};
 pub use totals::{BUCKETS, Durations, Totals};
 
-use crate::blocking::blocking;
+use firn_host::procfs;
+use firn_process::blocking::blocking;
+use firn_process::panics::lock;
+
 use crate::container::{Container, InitState};
 use crate::journal::{Operation, Record};
-use crate::panics::lock;
-use crate::procfs;
 pub use crate::recording::PhaseTime;
+use firn_process::OrWarn;
+
 use crate::recording::{Recording, millis};
-use crate::warn::OrWarn;
 
 /// How long the file system of the history may take.
 const PATIENCE: Duration = Duration::from_secs(2);

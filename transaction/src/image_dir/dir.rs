@@ -20,14 +20,14 @@ use firn_config::{OpenImageDir, names};
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
 use firn_image::manifest::{self, ImageFile};
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::ImageDirError;
-use crate::blocking::blocking;
 use crate::end_proof::Durable;
 use crate::journal::{DirId, ImageWas};
-use crate::warn::OrWarn;
 
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 const LAST: [&str; 2] = ["inventory.img", "pstree.img"];

@@ -17,15 +17,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use firn_config::names;
 use firn_image::manifest::Manifest;
+use firn_process::OrWarn;
+use firn_process::blocking::{Left, stoppable_until};
+use firn_process::cancel::CancellationToken;
 use nix::sys::statvfs::statvfs;
 
 use super::ImageDir;
 use super::dir::close_to_others;
-use crate::blocking::{Left, stoppable_until};
-use crate::cancel::CancellationToken;
 use crate::end_proof::Durable;
 use crate::recording::new_id;
-use crate::warn::OrWarn;
 use firn_host::{Rfc3339, UnlessAbsent, of_root};
 
 /// How long a copy may continue once the container is killed.

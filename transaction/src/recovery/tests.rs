@@ -5,11 +5,12 @@ use std::fs;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
+use firn_process::testing::log::warnings;
+
 use super::*;
 use crate::image_dir::rescue::tests::make_image;
 use crate::journal::{Begin, Journal, Outcome};
 use crate::phase::Phase;
-use crate::testing::log::warnings;
 
 struct Program(Child);
 

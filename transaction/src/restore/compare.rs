@@ -9,12 +9,12 @@ use firn_config::{find_program, names};
 use firn_host::{Chain, Problem};
 use firn_image::criu::ImageFault;
 use firn_oci::Spec;
+use firn_process::cgroup::Cgroup;
+use firn_process::reaper::Reaper;
 
 use super::error::{Cause, Refusal};
-use crate::cgroup::Cgroup;
+use crate::configured::configured;
 use crate::container::Container;
-use crate::reaper::Reaper;
-use crate::warn::configured;
 
 /// How long a comparison may take. For thousands of tasks it takes less than a second.
 const LIMIT: Duration = Duration::from_secs(60);

@@ -8,32 +8,33 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_gpu::protocol::GpuMemory;
+use firn_host::procfs;
 use firn_image::criu::was_stopped;
 use firn_image::manifest::{CheckpointedProcess, InheritedGpus, Verified};
 use firn_image::memory::call::{Fill, Request};
 use firn_oci::job_hook::Facts;
 use firn_oci::{Spec, criu_config, dev_repair};
 use firn_preflight::Inherited;
+use firn_process::blocking::{Left, blocking, stoppable};
+use firn_process::cgroup::Cgroup;
+use firn_process::pidfd::{self, Signal};
+use firn_process::reaper::Reaper;
+use firn_process::tracer::TracedThreads;
 
 use super::compare;
 use super::error::Cause;
 use super::rollback::rollback;
 use super::run::{forget_refusal, last_errors, refusal_of_script};
-use crate::blocking::{Left, blocking, stoppable};
-use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::driver::Driver;
+use crate::effects;
 use crate::job_hook::Caller;
 use crate::journal::point;
 use crate::memory::Copier;
 use crate::phase::Phase;
-use crate::pidfd::{self, Signal};
 use crate::prepared_restore::{GpuPart, PreparedRestore};
-use crate::reaper::Reaper;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
 use crate::timings;
-use crate::tracer::TracedThreads;
-use crate::{effects, procfs};
 use firn_gpu::CudaProcess;
 
 /// The processes that CRIU has restored.

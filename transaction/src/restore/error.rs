@@ -9,16 +9,17 @@ use firn_image::manifest::{ImageError, ManifestError};
 use firn_image::signature::SignatureError;
 use firn_oci::dev_repair::DevError;
 
+use firn_process::cgroup::CgroupError;
+use firn_process::tracer::TraceError;
+
 use super::compare::Differs;
 use super::named::NameError;
-use crate::cgroup::CgroupError;
 use crate::driver::WorkerError;
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::memory::CopyError;
 use crate::runc::{PidFileError, RuncError, UnfitRuntime};
-use crate::tracer::TraceError;
 
 /// The cause of a refusal.
 #[derive(Debug, thiserror::Error, Problem)]

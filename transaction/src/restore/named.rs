@@ -20,15 +20,16 @@ use firn_config::{Config, find_program, names};
 use firn_host::{Absent, Problem};
 use firn_image::signature::{self, Wanted};
 use firn_oci::Spec;
+use firn_process::OrWarn;
+use firn_process::blocking::stoppable;
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 
 use super::compare;
 use super::error::Refusal;
 use super::prepare::left_image;
-use crate::blocking::stoppable;
-use crate::cancel::CancellationToken;
+use crate::configured::configured;
 use crate::memory_owner::Chosen;
-use crate::reaper::Reaper;
-use crate::warn::{OrWarn, configured};
 
 use image::Permit;
 pub use image::{FoundImage, ImageStore, NoImages, remove_unpacked};

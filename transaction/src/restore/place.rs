@@ -4,10 +4,10 @@ use std::path::Path;
 
 use firn_config::names;
 use firn_oci::Spec;
+use firn_process::OrWarn;
+use firn_process::cgroup::{Cgroup, CgroupError};
 
-use crate::cgroup::{Cgroup, CgroupError};
 use crate::options::RuncOptions;
-use crate::warn::OrWarn;
 
 /// What podman and CRI-O put before the id in the name of a container's cgroup.
 const PREFIXES: [&str; 3] = ["", "libpod-", "crio-"];

@@ -16,6 +16,10 @@ use firn_oci::job_hook::{
     Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
 };
 use firn_oci::{Spec, dev_repair, edit, mounts};
+use firn_process::OrWarn;
+use firn_process::blocking::{Left, stoppable};
+use firn_process::cancel::CancellationToken;
+use firn_process::reaper::Reaper;
 use firn_remap::GpuAssignment;
 
 use super::RestoreError;
@@ -23,8 +27,7 @@ use super::compare::{self, printed};
 use super::device_free;
 use super::error::Refusal;
 use super::place::{in_use, is_own};
-use crate::blocking::{Left, stoppable};
-use crate::cancel::CancellationToken;
+use crate::configured::configured;
 use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
@@ -33,9 +36,7 @@ use crate::memory::Copier;
 use crate::memory_owner::{self, Chosen};
 use crate::options::RuncOptions;
 use crate::prepared_restore::{GpuPart, PlainPart, PreparedRestore};
-use crate::reaper::Reaper;
 use crate::runc::{Runc, RuntimeKind};
-use crate::warn::{OrWarn, configured};
 use helper::{library_dirs, replay_hooks};
 
 /// How long firn-hook may take. It reads or makes some small files.

@@ -8,14 +8,14 @@ use std::time::Duration;
 use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_oci::Spec;
+use firn_process::OrWarn;
+use firn_process::cgroup::Cgroup;
 
 use super::place::is_own;
-use crate::cgroup::Cgroup;
 use crate::container::Container;
 use crate::criu_leftovers::{remove_roots, unmount, unmount_yards};
 use crate::huge_pages;
 use crate::recovery::Recovery;
-use crate::warn::OrWarn;
 
 /// How long killed processes may take to end.
 const GONE: Duration = Duration::from_secs(20);
@@ -87,12 +87,13 @@ async fn sweep(state: &Path, work: &Path) {
 
 #[cfg(test)]
 mod tests {
+    use firn_host::procfs;
+    use firn_process::reaper::Reaper;
+    use firn_process::testing::log::warnings;
+    use firn_process::testing::mounts::{private_dir, tmpfs_at};
+
     use super::super::testing::{Stub, container};
     use super::*;
-    use crate::procfs;
-    use crate::reaper::Reaper;
-    use crate::testing::log::warnings;
-    use crate::testing::mounts::{private_dir, tmpfs_at};
     use firn_host::mountinfo::mounted;
 
     #[tokio::test]

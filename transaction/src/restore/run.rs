@@ -7,6 +7,11 @@ use std::time::Duration;
 use firn_host::ProblemReport;
 use firn_oci::job_hook::JobHook;
 use firn_oci::{Spec, criu_config, criu_script};
+use firn_process::OrWarn;
+use firn_process::blocking::{remove, stoppable, tidy};
+use firn_process::cancel::CancellationToken;
+use firn_process::panics::{caught, twice};
+use firn_process::reaper::Reaper;
 
 use super::container::RestoreEffects;
 use super::error::Cause;
@@ -14,20 +19,16 @@ use super::place::in_use;
 use super::prepare::left_image;
 use super::rollback::{LOG, rollback, work_dir};
 use super::{RestoreError, phases};
-use crate::blocking::{remove, stoppable, tidy};
-use crate::cancel::CancellationToken;
+use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::error_lines;
 use crate::job_hook::{Caller, HookError};
 use crate::journal::{Begin, Journal, Operation, Outcome, point};
-use crate::panics::{caught, twice};
 use crate::phase::Phase;
 use crate::prepared_restore::PreparedRestore;
-use crate::reaper::Reaper;
 use crate::recording;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
-use crate::warn::{OrWarn, configured};
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
 const PROGRAMS: Duration = Duration::from_secs(30);

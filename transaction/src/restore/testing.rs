@@ -5,16 +5,16 @@ use std::path::Path;
 
 use firn_image::manifest::DumpFlags;
 use firn_oci::Spec;
+use firn_process::cgroup::Cgroup;
+use firn_process::cgroup::testing::Scratch;
+use firn_process::reaper::Reaper;
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::cgroup::Cgroup;
-use crate::cgroup::testing::Scratch;
 use crate::container::{Container, ContainerTraits, Process, StdioPaths};
 use crate::journal::{Begin, Journal, Operation};
 use crate::options::RuncOptions;
 use crate::prepared_restore::{PlainPart, PreparedRestore};
-use crate::reaper::Reaper;
 use crate::runc::Runc;
 
 /// A container whose spec names the cgroup of its id. `runtime` is any program.

@@ -5,12 +5,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_image::manifest::DumpFlags;
+use firn_process::cancel::CancellationToken;
+use firn_process::cgroup::Cgroup;
+use firn_process::sys;
 
 use super::{Runc, RuncError, RuntimeKind};
-use crate::cancel::CancellationToken;
-use crate::cgroup::Cgroup;
 use crate::journal::Journal;
-use crate::sys;
 
 /// Limits and observers of a call that starts CRIU.
 #[derive(Clone, Copy)]

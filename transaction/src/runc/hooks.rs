@@ -5,10 +5,10 @@ use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use firn_host::procfs;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{GROUP_END_KILLED, Runc, RuncError, end_group, read_from_start};
-use crate::procfs;
 
 impl Runc {
     /// Runs a command until it ends, or until `cancel` resolves: then the command and its hooks are killed.
@@ -53,9 +53,10 @@ mod tests {
     use std::path::Path;
     use std::time::{Duration, Instant};
 
+    use firn_process::reaper::Reaper;
+
     use super::*;
     use crate::options::RuncOptions;
-    use crate::reaper::Reaper;
 
     fn runtime(dir: &Path, script: &str) -> Runc {
         let runtime = dir.join("runtime");

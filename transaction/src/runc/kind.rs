@@ -4,9 +4,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_host::Problem;
+use firn_process::reaper::OutputError;
 
 use super::Runc;
-use crate::reaper::OutputError;
 
 /// Deadline of the query.
 const LIMIT: Duration = Duration::from_secs(5);

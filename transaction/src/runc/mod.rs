@@ -23,17 +23,18 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use firn_host::procfs;
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
+use firn_process::pidfd;
+use firn_process::reaper::{Child, OutputError, Reaper};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokio::sync::OnceCell;
 use tokio::time::{sleep, timeout};
 
-use crate::blocking::blocking;
 use crate::journal::Role;
 use crate::options::RuncOptions;
-use crate::reaper::{Child, OutputError, Reaper};
-use crate::warn::OrWarn;
-use crate::{pidfd, procfs};
 use firn_host::{Absent, Chain, bounded};
 
 pub use criu::{Bounds, Checkpoint, Restore};

@@ -7,9 +7,9 @@
 use std::fs;
 use std::time::Duration;
 
-use crate::blocking::blocking;
-use crate::cancel::CancellationToken;
-use crate::procfs;
+use firn_host::procfs;
+use firn_process::blocking::blocking;
+use firn_process::cancel::CancellationToken;
 
 /// How often the state of CRIU is read.
 const LOOK: Duration = Duration::from_secs(1);
@@ -82,7 +82,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_checkpoint_is_withdrawn_at_once_unless_criu_has_begun() {
-        let slot = crate::cancel::Slot::default();
+        let slot = firn_process::cancel::Slot::default();
         let guard = slot.begin();
         slot.withdraw();
         let directory = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use command_fds::{CommandFdExt as _, FdMapping};
+use firn_process::reaper::{Child, Reaper};
 use nix::sys::signal::Signal;
 use tokio::io::Interest;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -17,7 +18,6 @@ use super::endpoint::{pipe, watch};
 use super::pump::Source;
 use super::uri::Binary;
 use super::{Error, Owner, Stream};
-use crate::reaper::{Child, Reaper};
 
 /// How long the program may take to report that it is ready.
 const READY_LIMIT: Duration = Duration::from_secs(30);

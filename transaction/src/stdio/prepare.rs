@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use firn_process::reaper::Reaper;
 use tokio::io::Interest;
 use tokio::time::Instant;
 
@@ -15,7 +16,6 @@ use super::endpoint::{Fifo, Input, Sink, log_file, pipe, watch};
 use super::pump::Source;
 use super::uri::Target;
 use super::{Error, StdioConfig, Stream};
-use crate::reaper::Reaper;
 
 /// Owner of the pipes, so that the process may reopen /dev/stdout: `io_uid` and `io_gid` of the runc options.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

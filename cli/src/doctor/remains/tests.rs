@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixListener;
 use std::time::SystemTime;
 
-use firn_transaction::cgroup::testing::Scratch;
+use firn_process::cgroup::testing::Scratch;
 
 use super::super::Status;
 use super::*;

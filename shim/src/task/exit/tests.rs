@@ -3,6 +3,9 @@ use std::time::Instant;
 use containerd_shim_protos::api::StartRequest;
 use containerd_shim_protos::events::task::TaskStart;
 use firn_host::cgroup_mounts::Version;
+use firn_process::cgroup::testing::{LIMIT, fake, until};
+use firn_process::testing::log::warnings;
+use firn_process::tracer::TracedThreads;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::time::{sleep, timeout};
@@ -11,10 +14,7 @@ use super::*;
 use crate::procfs;
 use crate::task::start::start;
 use crate::task::stub::{GPU, ID, PLAIN, Stub, shell};
-use firn_transaction::cgroup::testing::{LIMIT, fake, until};
 use firn_transaction::container::ContainerTraits;
-use firn_transaction::testing::log::warnings;
-use firn_transaction::tracer::TracedThreads;
 
 /// A container whose processes share a pid namespace with others.
 const SHARED_PIDS: ContainerTraits = ContainerTraits {

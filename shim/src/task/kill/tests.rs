@@ -3,6 +3,9 @@ use std::time::Duration;
 use containerd_shim_protos::api::KillRequest;
 use containerd_shim_protos::events::task::TaskExit;
 use firn_host::cgroup_mounts::Version;
+use firn_process::cgroup::testing::{LIMIT, Scratch, fake, until};
+use firn_process::testing::log::warnings;
+use firn_process::tracer::TracedThreads;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::task::JoinHandle;
@@ -10,10 +13,7 @@ use ttrpc::Code;
 
 use super::*;
 use crate::task::stub::{GPU, ID, PLAIN, Stub};
-use firn_transaction::cgroup::testing::{LIMIT, Scratch, fake, until};
 use firn_transaction::container::{Process, StdioPaths};
-use firn_transaction::testing::log::warnings;
-use firn_transaction::tracer::TracedThreads;
 
 const SIGTERM: u32 = 15;
 /// Ignored by processes without a handler.

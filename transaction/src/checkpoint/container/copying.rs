@@ -5,21 +5,21 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use firn_config::{Bulk, InlineCopy, find_program, names};
+use firn_host::procfs;
 use firn_host::{Chain, proc_maps};
 use firn_image::manifest::{ImageFile, StoredMemory};
 use firn_image::memory::call::{MakeReady, Ready, Request, Rest, Save, Saved};
 use firn_image::memory::{Kept, Process};
 use firn_oci::Spec;
+use firn_process::cancel::CancellationToken;
 use serde::de::DeserializeOwned;
 
 use super::ContainerEffects;
-use crate::cancel::CancellationToken;
 use crate::checkpoint::dump::{begin, bounded, dump};
 use crate::checkpoint::error::EffectError;
 use crate::effects::Dump;
 use crate::memory::{Copier, CopyError};
 use crate::phase::Phase;
-use crate::procfs;
 use crate::runc::Bounds;
 
 /// A copy of the container's memory, while CRIU describes it.

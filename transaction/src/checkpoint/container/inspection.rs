@@ -4,20 +4,20 @@ use std::time::Duration;
 
 use firn_config::{Tcp, names};
 use firn_gpu::{CudaProcess, Inventory};
+use firn_host::procfs;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Assertions, Capacity, Workload, check_node};
+use firn_process::blocking::blocking;
 use serde::de::DeserializeOwned;
 
 use super::{ContainerEffects, Source, unless_cancelled};
-use crate::blocking::blocking;
 use crate::checkpoint::dump::bounded;
 use crate::checkpoint::error::EffectError;
 use crate::journal::Operation;
 use crate::look::{self, Checked};
 use crate::memory_owner;
-use crate::procfs;
 
 /// How long a tool may take to print its version. The version is for people only: after that it stays empty.
 const VERSION_LIMIT: Duration = Duration::from_secs(5);

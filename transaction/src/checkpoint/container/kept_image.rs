@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::Chain;
+use firn_process::blocking::{blocking, tidy};
 
 use super::ContainerEffects;
-use crate::blocking::{blocking, tidy};
 use crate::checkpoint::dump::bounded;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, rescue};

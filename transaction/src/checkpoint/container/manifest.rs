@@ -1,6 +1,7 @@
 //! Writes the manifest of a complete image.
 
 use firn_gpu::{CudaProcess, CudaState};
+use firn_host::procfs;
 use firn_host::{Chain, clock};
 use firn_image::manifest::{self, Manifest, Origin};
 use firn_oci::mounts::RequiredMount;
@@ -10,7 +11,7 @@ use super::ContainerEffects;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
 use crate::parked::Parked;
-use crate::{look, procfs, recording};
+use crate::{look, recording};
 
 impl ContainerEffects<'_> {
     /// The processes for the manifest.

@@ -1,8 +1,8 @@
 //! A container that does not end with its checkpoint.
 
 use firn_host::Chain;
+use firn_process::cgroup::CgroupError;
 
-use crate::cgroup::CgroupError;
 use crate::runc::RuncError;
 
 /// Why a container that should end with its dump has not ended.

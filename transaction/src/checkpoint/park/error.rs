@@ -4,9 +4,9 @@ use firn_config::{ConfigError, ProgramError};
 use firn_host::{Chain, Problem, ProblemLine};
 use firn_oci::dev_repair::DevError;
 use firn_oci::edit::EditError;
+use firn_process::cgroup::CgroupError;
 use firn_remap::{AssignmentError, GrantError};
 
-use crate::cgroup::CgroupError;
 use crate::checkpoint::error::{CheckpointError, EffectError, FailureKind, line};
 use crate::checkpoint::phases::Failure;
 use crate::journal::Operation;

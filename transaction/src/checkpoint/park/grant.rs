@@ -7,16 +7,16 @@ use std::time::Duration;
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_oci::dev_repair::{self, DevError};
 use firn_oci::{Spec, edit};
+use firn_process::OrWarn;
+use firn_process::blocking::{Left, stoppable};
+use firn_process::cancel::CancellationToken;
+use firn_process::panics::lock;
 use firn_remap::{GpuAssignment, Grant};
 
 use super::error::GrantChangeError;
-use crate::blocking::{Left, stoppable};
-use crate::cancel::CancellationToken;
 use crate::checkpoint::container::ContainerEffects;
 use crate::checkpoint::error::EffectError;
-use crate::panics::lock;
 use crate::transaction::Transaction;
-use crate::warn::OrWarn;
 
 /// Other GPUs for a container.
 #[derive(Clone, Debug)]
@@ -197,10 +197,10 @@ mod tests {
 
     use firn_host::Problem;
     use firn_image::fixtures::{inventory, pods, spec, uuid};
+    use firn_process::cgroup::CgroupError;
     use serde_json::json;
 
     use super::*;
-    use crate::cgroup::CgroupError;
 
     #[test]
     fn the_new_grant_has_the_wanted_gpus_and_no_other() {

@@ -25,21 +25,22 @@ pub use error::{GrantChangeError, ParkError};
 pub use resume::{Moved, Resumed, Wanted, move_gpus, resume};
 pub use wait::Wait;
 
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
+use firn_process::reaper::Reaper;
+
 use super::Request;
 use super::container::{ContainerEffects, Progress};
 use super::error::EffectError;
 use super::phases::{self, Failure};
 use super::plain::RESET;
-use crate::blocking::blocking;
 use crate::container::{Container, InitState};
 use crate::driver::Driver;
 use crate::journal::{Journal, Operation, Outcome};
 use crate::lease::{Lease, namespace_of};
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::reaper::Reaper;
 use crate::transaction::{BeginError, Intent, Transaction};
-use crate::warn::OrWarn;
 
 /// What the annotation `firn.dev/pause` may be.
 const RELEASE_GPU: &str = "release-gpu";

@@ -4,10 +4,13 @@ use firn_config::{GpuBusy, names};
 use firn_gpu::{DeviceNode, Gpu, SourceGpu};
 use firn_oci::Spec;
 use firn_preflight::Workload;
+use firn_process::OrWarn;
+use firn_process::blocking::blocking;
+use firn_process::panics::caught;
+use firn_process::reaper::Reaper;
 
 use super::grant::NewGrant;
 use super::{ParkError, after_failure, begin, end, give_free, lease_of, note_gpus, park, refused, setting};
-use crate::blocking::blocking;
 use crate::checkpoint::Request;
 use crate::checkpoint::container::{ContainerEffects, Progress};
 use crate::checkpoint::error::EffectError;
@@ -17,13 +20,10 @@ use crate::effects::{Device, Gpu as _};
 use crate::journal::Operation;
 use crate::lease::{Lease, LeaseError};
 use crate::look::{self, Checked};
-use crate::panics::caught;
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::reaper::Reaper;
 use crate::timings;
 use crate::transaction::Intent;
-use crate::warn::OrWarn;
 
 /// What a client wants of a resume or move.
 #[derive(Clone, Debug, Default)]

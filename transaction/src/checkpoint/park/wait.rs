@@ -8,10 +8,10 @@
 use std::time::Duration;
 
 use firn_config::{Config, Keys};
+use firn_process::blocking::blocking;
 use tokio::time::{Instant, sleep};
 
 use super::ParkError;
-use crate::blocking::blocking;
 use crate::checkpoint::error::EffectError;
 use crate::container::{Container, InitState};
 use crate::journal::Operation;

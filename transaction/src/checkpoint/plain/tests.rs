@@ -7,12 +7,12 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 
 use firn_image::manifest::DumpFlags;
+use firn_process::reaper::Reaper;
 
 use super::*;
 use crate::container::{ContainerTraits, Process, StdioPaths};
 use crate::image_dir::ImageDir;
 use crate::options::RuncOptions;
-use crate::reaper::Reaper;
 use crate::runc::Runc;
 
 /// One page: what a tmpfs of the smallest size holds.

@@ -5,9 +5,9 @@ use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
 use firn_gpu::CudaState;
+use firn_process::sys;
 
 use super::*;
-use crate::sys;
 
 fn listed(pid: i32, restore_tid: i32) -> CheckpointedProcess {
     CheckpointedProcess {

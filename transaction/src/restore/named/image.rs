@@ -9,9 +9,9 @@ use std::pin::Pin;
 use std::process::Command;
 
 use firn_config::{Config, find_program, names};
+use firn_process::blocking;
 
 use super::{NameError, Named, Node, in_directory};
-use crate::blocking;
 use crate::memory_owner::Chosen;
 use crate::restore::compare;
 use crate::restore::error::Refusal;
@@ -144,10 +144,10 @@ mod tests {
     use std::time::Duration;
 
     use firn_host::Problem;
+    use firn_process::cancel::CancellationToken;
+    use firn_process::reaper::Reaper;
 
     use super::*;
-    use crate::cancel::CancellationToken;
-    use crate::reaper::Reaper;
 
     struct One;
 

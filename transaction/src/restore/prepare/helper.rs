@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::process::Command;
 
+use firn_process::reaper::Reaper;
+
 use super::{HELPER, printed};
-use crate::reaper::Reaper;
 
 /// Repeats what the create hooks did to the container's files, which may be missing after a restore. The
 /// restored processes do not need it, so a failure refuses nothing.

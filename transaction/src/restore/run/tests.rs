@@ -4,14 +4,14 @@ use std::fs;
 use std::sync::Arc;
 
 use firn_config::names;
+use firn_host::procfs;
+use firn_process::testing::log::warnings;
 
 use super::super::testing::{Stub, container, prepared};
 use super::*;
 use crate::image_dir::rescue::tests::make_image;
 use crate::journal::Record;
-use crate::procfs;
 use crate::restore::error::Refusal;
-use crate::testing::log::warnings;
 
 #[tokio::test]
 async fn a_committed_restore_keeps_running_and_leaves_no_journal() {

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use firn_process::reaper::{Child, Reaper};
 use nix::pty::openpty;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::sys::stat::Mode;
@@ -24,7 +25,6 @@ use tempfile::TempDir;
 use tokio::task::spawn_blocking;
 
 use super::*;
-use crate::reaper::{Child, Reaper};
 
 /// Longest wait for anything that should happen.
 const LIMIT: Duration = Duration::from_secs(30);

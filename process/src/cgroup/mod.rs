@@ -38,7 +38,7 @@ use firn_host::proc_maps::is_gone;
 use crate::reaper::OutputError;
 
 pub use freezer::FreezerState;
-pub(crate) use freezer::Still;
+pub use freezer::Still;
 pub use oom::OomWatch;
 
 /// Exists where systemd runs the host: sd_booted(3).

@@ -40,12 +40,12 @@ const LICENCE: &CStr = c"Apache-2.0";
 /// One instruction, `struct bpf_insn`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Instruction {
-    pub(crate) code: u8,
+pub struct Instruction {
+    pub code: u8,
     /// Destination in the low bits, source in the high ones.
-    pub(crate) registers: u8,
-    pub(crate) offset: i16,
-    pub(crate) value: i32,
+    pub registers: u8,
+    pub offset: i16,
+    pub value: i32,
 }
 
 /// `union bpf_attr` of each command, up to the last field that is set; of a query up to the last one that
@@ -146,7 +146,7 @@ fn address<T>(pointer: *const T) -> u64 {
 }
 
 /// Loads a program. The kernel refuses one that is not sound.
-pub(crate) fn load(instructions: &[Instruction]) -> io::Result<OwnedFd> {
+pub fn load(instructions: &[Instruction]) -> io::Result<OwnedFd> {
     let mut attributes = Load {
         kind: DEVICE_PROGRAM,
         count: u32::try_from(instructions.len()).map_err(io::Error::other)?,
@@ -167,7 +167,7 @@ pub(crate) fn load(instructions: &[Instruction]) -> io::Result<OwnedFd> {
 }
 
 /// The ids of a cgroup's own device programs, and the flags with which they are attached.
-pub(crate) fn attached(cgroup: impl AsFd) -> io::Result<(Vec<u32>, u32)> {
+pub fn attached(cgroup: impl AsFd) -> io::Result<(Vec<u32>, u32)> {
     let mut ids = vec![0_u32; MOST_PROGRAMS];
     let mut attributes = Query {
         cgroup: number(&cgroup),
@@ -183,14 +183,14 @@ pub(crate) fn attached(cgroup: impl AsFd) -> io::Result<(Vec<u32>, u32)> {
 }
 
 /// The program with this id.
-pub(crate) fn by_id(id: u32) -> io::Result<OwnedFd> {
+pub fn by_id(id: u32) -> io::Result<OwnedFd> {
     let mut attributes = [id, 0, 0];
     // SAFETY: the command takes prog_id, next_id and open_flags, and makes a descriptor.
     unsafe { bpf_descriptor(Command::ById, &mut attributes) }
 }
 
 /// A program's id, and its instructions as the kernel has kept them.
-pub(crate) fn instructions(program: impl AsFd) -> io::Result<(u32, Vec<Instruction>)> {
+pub fn instructions(program: impl AsFd) -> io::Result<(u32, Vec<Instruction>)> {
     let mut found = Vec::new();
     loop {
         let size = size_of_val(found.as_slice());
@@ -218,7 +218,7 @@ pub(crate) fn instructions(program: impl AsFd) -> io::Result<(u32, Vec<Instructi
 }
 
 /// Attaches a program, with the flags that the cgroup's programs have, in the place of one of them.
-pub(crate) fn attach(
+pub fn attach(
     cgroup: impl AsFd,
     program: impl AsFd,
     flags: u32,

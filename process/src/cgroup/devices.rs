@@ -10,8 +10,8 @@ use firn_oci::{Access, DeviceChange, DeviceRule};
 
 use super::device_program::with_changes;
 use super::{Cgroup, CgroupError, Version, read};
+use crate::OrWarn;
 use crate::sys::bpf;
-use crate::warn::OrWarn;
 
 /// The kernel's word for a cgroup that may use every device.
 const ALL: &str = "a ";

@@ -51,7 +51,7 @@ pub fn die_with_parent(command: &mut Command) {
 }
 
 /// The child and its descendants create files that only root can read.
-pub(crate) fn make_private_files(command: &mut Command) {
+pub fn make_private_files(command: &mut Command) {
     let cancel = || {
         umask(Mode::from_bits_truncate(0o077));
         Ok(())
@@ -109,7 +109,7 @@ pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
 
 /// Whether `pid` is a child of this process that was not reaped: alive, or a zombie. Until it is reaped its
 /// pid is not reused.
-pub(crate) fn is_unreaped_child(pid: i32) -> bool {
+pub fn is_unreaped_child(pid: i32) -> bool {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     process::Pid::from_raw(pid.max(0)).is_some_and(|pid| process::waitid(WaitId::Pid(pid), options).is_ok())
 }

@@ -1,29 +1,7 @@
-//! Failures that are logged and change nothing else: the work continues without what has failed.
-
-use std::error;
-use std::fmt::Arguments;
+//! The configuration where no mistake in the file may prevent the work.
 
 use firn_config::Config;
-use firn_host::{Chain, ProblemLine};
-
-pub(crate) trait OrWarn<T> {
-    /// Logs a failure and its causes after `what`, such as "cannot remove the journal".
-    fn or_warn(self, what: Arguments<'_>) -> Option<T>;
-
-    /// Logs a failure, whose message is complete, and its causes.
-    fn or_log(self) -> Option<T>;
-}
-
-impl<T, E: error::Error> OrWarn<T> for Result<T, E> {
-    fn or_warn(self, what: Arguments<'_>) -> Option<T> {
-        self.inspect_err(|error| log::warn!("{what}: {}", Chain(error)))
-            .ok()
-    }
-
-    fn or_log(self) -> Option<T> {
-        self.inspect_err(|error| log::warn!("{}", Chain(error))).ok()
-    }
-}
+use firn_host::ProblemLine;
 
 /// The configuration for what no mistake in the file may prevent: the start of a container, a rollback. What
 /// a mistake concerns has the default that permits least.
@@ -41,9 +19,9 @@ mod tests {
     use std::time::Duration;
 
     use firn_config::names;
+    use firn_process::reaper::Reaper;
 
     use super::*;
-    use crate::reaper::Reaper;
 
     /// A process of the next test: it prints a deadline of the configuration.
     #[test]
@@ -66,7 +44,7 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             let mut child = Command::new(std::env::current_exe().unwrap());
             child.env(names::ENV_CONFIG, &file);
-            let name = "warn::tests::print_a_configured_deadline";
+            let name = "configured::tests::print_a_configured_deadline";
             child.args(["--exact", name, "--ignored", "--nocapture"]);
             let output = reaper.output(&mut child, Duration::from_secs(60)).await.unwrap();
             let printed = String::from_utf8(output.stdout).unwrap();

@@ -7,7 +7,6 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_preflight::is_in_vfork;
 use tokio::time::{Instant, sleep};
 
 use super::read::{self, FlatKeyed};
@@ -27,11 +26,11 @@ const V1_KICK: Duration = Duration::from_millis(500);
 /// How long v1 is thawed for that.
 const V1_KICK_PAUSE: Duration = Duration::from_millis(10);
 
-/// How long a freeze is repeated until no process is between vfork and exec.
-const VFORK: Duration = Duration::from_millis(500);
+/// How long a freeze is repeated until the moment is fit.
+const MOMENT: Duration = Duration::from_millis(500);
 
-/// How long a process may take to its exec.
-const EXEC: Duration = Duration::from_millis(5);
+/// How long the processes run before they are frozen again.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Whether a v1 freezer that does not finish may be thawed for a moment.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -56,7 +55,7 @@ const ROUNDED: Duration = Duration::from_micros(2);
 
 /// A look at the freezer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Still {
+pub struct Still {
     state: FreezerState,
     /// For how long the cgroup has been frozen altogether, read between `from` and `until`.
     frozen: Option<Duration>,
@@ -67,7 +66,7 @@ pub(crate) struct Still {
 impl Still {
     /// What shows that processes have run since an earlier look; none if nothing does. Time in which the
     /// cgroup was not frozen is missing in the kernel's count: that finds a thaw which is over, too.
-    pub(crate) fn unlike(&self, earlier: &Self) -> Option<String> {
+    pub fn unlike(&self, earlier: &Self) -> Option<String> {
         match self.state {
             FreezerState::Frozen => {}
             FreezerState::Thawed => return Some("somebody has turned its freezer off".to_owned()),
@@ -101,32 +100,31 @@ impl Cgroup {
         frozen
     }
 
-    /// Freezes them at a moment when none is between vfork and exec, if there is one within [`VFORK`]: CRIU
-    /// cannot stop the parent of a process that stands still there. A cgroup that is frozen already is thawed
-    /// for moments if it has to be.
-    pub(crate) async fn freeze_outside_vfork(&self, limit: Duration) -> Result<(), CgroupError> {
-        let until = Instant::now() + VFORK;
+    /// Freezes them at a moment that `is_fit` accepts, by their pids, if there is one within [`MOMENT`]. A
+    /// cgroup that is frozen already is thawed for moments if it has to be.
+    pub async fn freeze_when(&self, is_fit: fn(&[i32]) -> bool, limit: Duration) -> Result<(), CgroupError> {
+        let until = Instant::now() + MOMENT;
         self.freeze(limit).await?;
         loop {
             let pids = self.pids()?;
-            if Instant::now() >= until || !blocking(move || is_in_vfork(&pids)).await {
+            if Instant::now() >= until || blocking(move || is_fit(&pids)).await {
                 return Ok(());
             }
             self.thaw(limit).await?;
-            sleep(EXEC).await;
+            sleep(PAUSE).await;
             self.freeze(limit).await?;
         }
     }
 
     /// Freezes processes of which none may run: never thaws, not even for the moment that lets a v1 freezer
     /// finish.
-    pub(crate) async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
+    pub async fn keep_frozen(&self, limit: Duration) -> Result<(), CgroupError> {
         self.try_freeze(&self.own_freezer_dir()?, limit, Kick::Never)
             .await
     }
 
     /// Requests freezing and does not wait for the threads to stop.
-    pub(crate) fn begin_freeze(&self) -> Result<(), CgroupError> {
+    pub fn begin_freeze(&self) -> Result<(), CgroupError> {
         self.order(&self.own_freezer_dir()?, FreezerState::Frozen)
     }
 
@@ -174,7 +172,7 @@ impl Cgroup {
 
     /// Looks whether all processes stand still. Threads that are still on their way into the freezer are
     /// waited for.
-    pub(crate) async fn still(&self, limit: Duration) -> Result<Still, CgroupError> {
+    pub async fn still(&self, limit: Duration) -> Result<Still, CgroupError> {
         let begun = Instant::now();
         let mut pause = FASTEST;
         let mut state = self.freezer_state()?;

@@ -18,11 +18,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_host::UnlessAbsent;
+use firn_host::procfs::{self, is_traced, state};
 use nix::errno::Errno;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
-use crate::procfs::{self, is_traced, state};
 use crate::sys;
 
 /// Deadline of a thread for reaching or leaving its trap.
@@ -86,7 +86,7 @@ impl TracedThreads {
     }
 
     /// Lets `tids` run, within `limit`, although their processes are stopped.
-    pub(crate) async fn run_selected(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
+    pub async fn run_selected(tids: Vec<i32>, limit: Duration) -> Result<Self, TraceError> {
         Self::start(tids, true, limit).await
     }
 

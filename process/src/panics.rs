@@ -26,7 +26,7 @@ pub async fn caught<T>(work: impl Future<Output = T>) -> Result<T, Panic> {
 }
 
 /// Runs work that may be repeated; once more if it panics. None: it has panicked twice.
-pub(crate) async fn twice<F: Future>(mut work: impl FnMut() -> F) -> Option<F::Output> {
+pub async fn twice<F: Future>(mut work: impl FnMut() -> F) -> Option<F::Output> {
     for _ in 0..2 {
         if let Ok(done) = caught(work()).await {
             return Some(done);

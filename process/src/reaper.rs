@@ -96,7 +96,7 @@ impl Reaper {
     }
 
     /// Spawns a process that outlives the shim (a log binary that must drain its pipes).
-    pub(crate) fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
+    pub fn spawn_surviving(&self, command: &mut Command) -> io::Result<Child> {
         let mut table = lock(&TABLE);
         let mut child = command.spawn()?;
         let pid = i32::try_from(child.id()).expect("a pid fits pid_t");
@@ -264,7 +264,7 @@ impl Child {
 
     /// Sends SIGKILL to the process group that it leads, unless it was reaped: until then the pid is not
     /// reused.
-    pub(crate) fn kill_group(&self) {
+    pub fn kill_group(&self) {
         let table = lock(&TABLE);
         if table.children.contains_key(&self.pid()) {
             // ESRCH: it created no group, or all its processes have ended.

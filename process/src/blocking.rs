@@ -10,9 +10,9 @@ use firn_host::UnlessAbsent;
 use tokio::sync::oneshot;
 use tokio::task::JoinError;
 
+use crate::OrWarn;
+use crate::call;
 use crate::cancel::CancellationToken;
-use crate::recording;
-use crate::warn::OrWarn;
 
 /// Why blocking work is not awaited any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,7 +76,7 @@ pub async fn tidy<T: Default + Send + 'static>(
 }
 
 /// Removes a file or a directory by `remove`, as [`tidy`] does it. It may have gone.
-pub(crate) async fn remove(what: &'static str, path: PathBuf, remove: fn(&Path) -> io::Result<()>) {
+pub async fn remove(what: &'static str, path: PathBuf, remove: fn(&Path) -> io::Result<()>) {
     let at = path.clone();
     let removed = tidy(what, move || Some(remove(&at))).await.unwrap_or(Ok(()));
     let removed = removed.unless_absent();
@@ -88,7 +88,7 @@ pub(crate) async fn remove(what: &'static str, path: PathBuf, remove: fn(&Path) 
 /// Not for spawning processes: the parent-death signal would kill them when that thread ends.
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, done) = oneshot::channel();
-    let work = recording::inherit(work);
+    let work = call::inherit(work);
     run(Box::new(move || drop(send.send(work())))).await;
     match done.await {
         Ok(done) => done,

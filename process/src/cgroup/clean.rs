@@ -8,8 +8,8 @@ use firn_host::{Absent, UnlessAbsent};
 use tokio::time::{Instant, sleep};
 
 use super::{Cgroup, CgroupError, Version, read};
+use crate::OrWarn;
 use crate::pidfd::{self, Signal};
-use crate::warn::OrWarn;
 
 /// Pause between two reads of the process list.
 const PAUSE: Duration = Duration::from_millis(5);

@@ -9,7 +9,7 @@ use rustix::process::{Pid, PidfdFlags, kill_process, pidfd_open, pidfd_send_sign
 
 pub use rustix::process::Signal;
 
-use crate::procfs;
+use firn_host::procfs;
 
 /// Sends a signal to the process with this pid if `is_meant` confirms, while the descriptor is open, that it
 /// is the intended process. Returns whether the signal was sent.
@@ -42,19 +42,19 @@ fn send(
 ///
 /// The kernel does not reuse the id of a group while it has members. If the process with that pid is not the
 /// leader of then, the original group has ended, and this is another one.
-pub(crate) fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
+pub fn is_in_group(pid: i32, leader: i32, started: u64) -> bool {
     procfs::group(pid) == Some(leader)
         && procfs::started(pid).is_some_and(|at| at >= started)
         && procfs::started(leader).is_none_or(|at| at == started)
 }
 
 /// Sends SIGKILL once to the living processes of that group, and returns their pids.
-pub(crate) fn kill_group(leader: i32, started: u64) -> Vec<i32> {
+pub fn kill_group(leader: i32, started: u64) -> Vec<i32> {
     kill_all(|pid| is_in_group(pid, leader, started))
 }
 
 /// Sends SIGKILL once to the living processes of the host that are meant, and returns their pids.
-pub(crate) fn kill_all(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {
+pub fn kill_all(is_meant: impl Fn(i32) -> bool) -> Vec<i32> {
     let is_meant = |pid: i32| is_meant(pid) && procfs::is_alive(pid);
     let mut left = procfs::all();
     left.retain(|pid| {
