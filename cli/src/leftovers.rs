@@ -196,7 +196,7 @@ pub mod tests {
         use std::process::{Command, Stdio};
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("containerd");
-        fs::copy("/bin/sleep", &program).unwrap();
+        std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut command = Command::new(program);
         command
             .arg("100")

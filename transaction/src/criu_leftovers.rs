@@ -122,7 +122,7 @@ mod tests {
     fn a_criu_with_a_suffix_runs() {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("criu-ns-4.2");
-        std::fs::copy("/bin/sleep", &program).unwrap();
+        std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let mut child = std::process::Command::new(program).arg("60").spawn().unwrap();
         let runs = criu_runs();
         child.kill().unwrap();

@@ -173,7 +173,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let program = dir.path().join(PROGRAM);
-        fs::copy("/bin/sleep", &program).unwrap();
+        std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
         let found = |user: &str| {
             let mut command = std::process::Command::new("setpriv");
             command.args(["--reuid", user, "--clear-groups"]).arg(&program);

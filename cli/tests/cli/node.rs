@@ -1,7 +1,6 @@
 //! A directory with all that a run of `firn` uses: stand-ins for the programs that it calls, a configuration,
 //! an inventory, a spec, and a checkpoint.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::atomic::AtomicBool;
@@ -100,8 +99,7 @@ impl Node {
     /// Puts a script into PATH.
     pub fn program(&self, name: &str, script: &str) {
         let path = self.path("bin").join(name);
-        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("written");
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("made executable");
+        firn_process::testing::write_program(&path, &format!("#!/bin/sh\n{script}\n"));
     }
 
     /// Writes firn's configuration.

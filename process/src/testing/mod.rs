@@ -2,3 +2,6 @@
 
 pub mod log;
 pub mod mounts;
+mod program;
+
+pub use program::write_program;

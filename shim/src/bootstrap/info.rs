@@ -81,6 +81,8 @@ fn features(binary: &Path) -> Result<Option<Any>, ActionError> {
 mod tests {
     use containerd_shim_protos::shim::oci;
 
+    use firn_process::testing::write_program;
+
     use super::*;
 
     fn options(binary: &Path) -> Any {
@@ -99,22 +101,7 @@ mod tests {
     fn describe_with(script: &str) -> (RuntimeInfo, Any) {
         let dir = tempfile::tempdir().unwrap();
         let binary = dir.path().join("runtime");
-        // Written by another process: a file that any thread of this one had open for writing, and so a child
-        // that is being forked, could not be executed.
-        let mut write = Command::new("/bin/sh");
-        write.args(["-c", "cat > $0 && chmod 755 $0"]).arg(&binary);
-        let script = format!("#!/bin/sh\n{script}\n");
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap();
-        let written = runtime.block_on(async {
-            Reaper::start()
-                .unwrap()
-                .output_with_input(&mut write, script.as_bytes(), LIMIT)
-                .await
-        });
-        assert!(written.unwrap().success());
+        write_program(&binary, &format!("#!/bin/sh\n{script}\n"));
         let sent = options(&binary);
         (describe(&sent.write_to_bytes().unwrap()).unwrap(), sent)
     }

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use firn_process::cancel::CancellationToken;
 use firn_process::cgroup::Cgroup;
-use firn_process::cgroup::testing::{LIMIT, fake};
+use firn_process::cgroup::testing::fake;
 use firn_process::reaper::Reaper;
 use firn_process::sys;
+use firn_process::testing::write_program;
 use tempfile::TempDir;
 
 use super::{Service, Slot};
@@ -65,15 +66,7 @@ impl Stub {
             "#!/bin/sh\ncd {} && shift 6 && echo \"$*\" >>calls && pid=$(cat pid)\n[ ! -e $1 ] || . ./$1\n",
             dir.path().display()
         );
-        // Another process writes it: who is forked here at that moment would keep it open, and what is
-        // written is not run.
-        let mut write = Command::new("sh");
-        write.args(["-c", "cat >\"$0\" && chmod +x \"$0\""]);
-        write.arg(dir.path().join("runtime"));
-        let written = reaper
-            .output_with_input(&mut write, script.as_bytes(), LIMIT)
-            .await;
-        assert!(written.unwrap().success());
+        write_program(&dir.path().join("runtime"), &script);
         let files = [
             ("cgroup.freeze", "0"),
             ("cgroup.events", "populated 1\nfrozen 0\n"),

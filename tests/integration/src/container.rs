@@ -203,21 +203,20 @@ impl<'h> Container<'h> {
     /// Checkpoints the task into a directory of the node; the container ends.
     pub fn checkpoint_and_exit(&self, dir: &str) -> Result<Move> {
         let begun = Instant::now();
-        self.task(&["checkpoint", "--exit", "--image-path", dir])?;
+        self.call(&["checkpoint", "--exit", "--image-path", dir])?;
         let took = begun.elapsed();
-        // Under another name than the stock runtime's, ctr makes an image too, without the task, and reports
-        // success.
-        let made = format!("containerd.io/checkpoint/{}:", self.id);
-        let images = self
-            .host
-            .node()
-            .run(&["ctr", "images", "list", "--quiet"])?
-            .stdout;
-        images
-            .lines()
-            .filter(|name| name.starts_with(&made))
-            .try_for_each(|name| self.host.remove_image(name))?;
+        self.remove_made_images()?;
         Ok(Move { took })
+    }
+
+    /// Under another name than the stock runtime's, ctr makes an image too, without the task, and reports
+    /// success. It has the second in its name: the next one of that second would fail.
+    fn remove_made_images(&self) -> Result<()> {
+        let made = format!("containerd.io/checkpoint/{}:", self.id);
+        let node = self.host.node();
+        let images = node.run(&["ctr", "images", "list", "--quiet"])?.stdout;
+        let mut images = images.lines().filter(|name| name.starts_with(&made));
+        images.try_for_each(|name| self.host.remove_image(name))
     }
 
     /// Checkpoints the task into containerd's content store; the container ends. Gives the image that
@@ -307,6 +306,14 @@ impl<'h> Container<'h> {
 
     /// A subcommand of `ctr tasks` on it; options go before its id.
     pub fn task(&self, words: &[&str]) -> Result<String> {
+        let printed = self.call(words)?;
+        if words.contains(&"--image-path") {
+            self.remove_made_images()?;
+        }
+        Ok(printed)
+    }
+
+    fn call(&self, words: &[&str]) -> Result<String> {
         let argv = [&["ctr", "tasks"], words, &[&self.id]].concat();
         Ok(self.host.node().run(&argv)?.stdout)
     }

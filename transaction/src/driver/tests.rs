@@ -1,5 +1,4 @@
-use std::os::unix::fs::PermissionsExt;
-
+use firn_process::testing::write_program;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
@@ -7,8 +6,7 @@ use super::*;
 
 fn program(directory: &Path, script: &str) -> PathBuf {
     let program = directory.join("firn-gpu");
-    std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    write_program(&program, &format!("#!/bin/sh\n{script}\n"));
     program
 }
 

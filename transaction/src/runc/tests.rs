@@ -1,4 +1,4 @@
-use std::os::unix::fs::PermissionsExt;
+use firn_process::testing::write_program;
 
 use super::*;
 
@@ -87,8 +87,7 @@ async fn a_pause_that_does_not_freeze_is_tried_again() {
 /// runc's place has this script.
 fn stub(dir: &tempfile::TempDir, script: &str) -> Runc {
     let runtime = dir.path().join("runtime");
-    std::fs::write(&runtime, script).unwrap();
-    std::fs::set_permissions(&runtime, PermissionsExt::from_mode(0o755)).unwrap();
+    write_program(&runtime, script);
     let options = RuncOptions {
         binary_name: runtime.display().to_string(),
         ..RuncOptions::default()

@@ -1,5 +1,7 @@
 //! Output that goes to files and to logging binaries.
 
+use firn_process::testing::write_program;
+
 use super::*;
 
 #[tokio::test]
@@ -38,12 +40,8 @@ async fn a_full_disk_neither_stops_nor_kills_the_process() {
 
 pub(super) fn logger(client: &Client, body: &str) -> String {
     let path = client.path("logger");
-    fs::write(
-        &path,
-        format!("#!/bin/sh\ncd {}\n{body}\n", client.dir.path().display()),
-    )
-    .unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let script = format!("#!/bin/sh\ncd {}\n{body}\n", client.dir.path().display());
+    write_program(&path, &script);
     path.to_str().unwrap().to_owned()
 }
 
