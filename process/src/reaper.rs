@@ -380,8 +380,12 @@ impl Capture {
     }
 
     async fn fill(&mut self) {
+        if self.pipe.is_none() {
+            return;
+        }
+        // On the heap: an array would be a part of every future that calls the OCI runtime.
+        let mut chunk = vec![0; 16 << 10];
         while let Some(pipe) = &mut self.pipe {
-            let mut chunk = [0; 16 << 10];
             match pipe.read(&mut chunk).await {
                 Ok(0) | Err(_) => self.pipe = None,
                 Ok(count) => self.keep(&chunk[..count]),

@@ -1,10 +1,9 @@
 //! Cgroups for tests: real ones with real processes on every hierarchy of this host, and fakes made of plain
 //! files. Needs root; each test creates its own cgroups and removes them.
 
-use std::cell::Cell;
 use std::fs;
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime};
 
 use nix::sys::signal::{Signal, kill};
@@ -24,7 +23,7 @@ pub struct Scratch {
     pub(super) name: String,
     /// Holds one file for each process that has entered the cgroup.
     entered: TempDir,
-    spawned: Cell<usize>,
+    spawned: AtomicUsize,
 }
 
 impl Scratch {
@@ -73,7 +72,7 @@ impl Scratch {
             cgroup,
             name,
             entered: TempDir::new().ok()?,
-            spawned: Cell::new(0),
+            spawned: AtomicUsize::new(0),
         })
     }
 
@@ -85,8 +84,11 @@ impl Scratch {
             fs::create_dir_all(&dir).unwrap();
             enter += &format!("echo $$ > {}/cgroup.procs && ", dir.display());
         }
-        let mark = self.entered.path().join(self.spawned.get().to_string());
-        self.spawned.set(self.spawned.get() + 1);
+        let mark = self
+            .entered
+            .path()
+            .join(self.spawned.load(Ordering::Relaxed).to_string());
+        self.spawned.fetch_add(1, Ordering::Relaxed);
         let script = format!("{enter} : > {} && {{ {script}\n}}", mark.display());
         let mut command = Command::new("sh");
         command.arg("-c").arg(script);
@@ -101,7 +103,10 @@ impl Scratch {
     /// Waits until all spawned shells are in the cgroup, in every hierarchy.
     pub async fn all_entered(&self) {
         let here = || fs::read_dir(self.entered.path()).unwrap().count();
-        until("the processes to enter", || here() == self.spawned.get()).await;
+        until("the processes to enter", || {
+            here() == self.spawned.load(Ordering::Relaxed)
+        })
+        .await;
     }
 }
 

@@ -262,3 +262,14 @@ fn children_die_with_the_thread_that_spawned_them() {
     // End of file only when the child, the last holder of the write end, is dead.
     assert_eq!(reader.read_to_end(&mut Vec::new()).unwrap(), 0);
 }
+
+/// Every call of the shim that calls the OCI runtime has room for this future.
+#[tokio::test]
+async fn a_call_of_a_program_is_a_small_future() {
+    let reaper = Reaper::start().unwrap();
+    let mut command = Command::new("true");
+    let call = reaper.output(&mut command, Duration::from_secs(20));
+    let size = size_of_val(&call);
+    assert!(size < 2048, "{size} bytes");
+    assert!(call.await.unwrap().success());
+}
