@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use firn_image::manifest::DumpFlags;
-use firn_process::panics::caught;
 use firn_process::reaper::Reaper;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::InitState;
@@ -55,10 +54,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     });
     let recording = recording::begin(Operation::Checkpoint, id, container::NAMESPACE);
     let done = match request {
-        Ok(request) => match caught(checkpoint::run(&container, &request, reaper)).await {
-            Ok(done) => done,
-            Err(_) => Err(checkpoint::rollback_after_panic(&container, reaper).await),
-        },
+        Ok(request) => checkpoint::run(&container, &request, reaper).await,
         Err(error) => Err(error),
     };
     let code = done.as_ref().err().and_then(code_of);

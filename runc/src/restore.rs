@@ -3,19 +3,17 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::sync::Arc;
+use std::process::{Command, Stdio};
 
 use firn_config::names;
 use firn_oci::Spec;
 use firn_process::cancel::CancellationToken;
 use firn_process::reaper::Reaper;
-use firn_transaction::container::Container;
 use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
 use firn_transaction::history::{self, Place, code_of};
 use firn_transaction::journal::Operation;
-use firn_transaction::prepared_restore::PreparedRestore;
-use firn_transaction::{recording, recovery, restore};
+use firn_transaction::restore::{self, FrontEnd, RestoreError};
+use firn_transaction::{recording, recovery};
 
 use crate::action::Done;
 use crate::checkpoint::{flags, refuse};
@@ -87,48 +85,51 @@ async fn transact(
         restore,
         ..
     } = prepared.await?;
-    let mut restore = restore.expect("an image was named");
-    let (given, image) = (flags(line), &mut restore.flags);
+    let mut prepared = restore.expect("an image was named");
+    let (given, image) = (flags(line), &mut prepared.flags);
     image.open_tcp |= given.open_tcp;
     image.external_unix_sockets |= given.external_unix_sockets;
     image.terminal |= given.terminal;
     image.file_locks |= given.file_locks;
     let container = made(id, bundle, runc, options, traits, None);
-    bring_up(line, &container, &restore, reaper).await
+    let caller = Caller {
+        pid_file: line
+            .path("pid-file")
+            .unwrap_or_else(|| container.bundle.join(PID_FILE)),
+        console: line.path("console-socket"),
+    };
+    let restored = restore::run(&container, prepared, reaper, caller).await;
+    Ok(restored.map_err(|failed| failed.error)?)
 }
 
-/// Restores the container with the stdio of this process. A failure leaves nothing of it.
-async fn bring_up(
-    line: &CommandLine,
-    container: &Arc<Container>,
-    prepared: &PreparedRestore,
-    reaper: &Reaper,
-) -> Result<(), Failure> {
-    let guard = container.transaction.begin();
-    let cancel = guard.cancel.clone();
-    let pid_file: PathBuf = line
-        .path("pid-file")
-        .unwrap_or_else(|| container.bundle.join(PID_FILE));
-    let console = line.path("console-socket");
-    let stdio = |command: &mut std::process::Command| {
-        command.stdin(Stdio::inherit());
-    };
-    let restored = restore::run(
-        container,
-        prepared,
-        &pid_file,
-        console.as_deref(),
-        reaper,
-        &cancel,
-        stdio,
-    )
-    .await?;
-    if let Err(error) = restored.call_hook(container, prepared, reaper, &cancel).await {
-        restored.roll_back(container, prepared).await;
-        return Err(error.into());
+/// The caller of firn-runc, whose stdio the container gets.
+struct Caller {
+    pid_file: PathBuf,
+    console: Option<PathBuf>,
+}
+
+impl FrontEnd for Caller {
+    type Error = RestoreError;
+
+    async fn open(&mut self) -> Result<(), RestoreError> {
+        Ok(())
     }
-    container.init.set_pid(restored.pid());
-    restored.commit().await;
-    drop(guard);
-    Ok(())
+
+    fn pid_file(&self) -> PathBuf {
+        self.pid_file.clone()
+    }
+
+    fn console(&self) -> Option<PathBuf> {
+        self.console.clone()
+    }
+
+    fn attach(&mut self, command: &mut Command) {
+        command.stdin(Stdio::inherit());
+    }
+
+    async fn connect(&mut self) -> Result<(), RestoreError> {
+        Ok(())
+    }
+
+    async fn close(&mut self) {}
 }

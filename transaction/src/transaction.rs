@@ -1,9 +1,9 @@
-//! The owner of a transaction on a container that runs: a checkpoint, a pause that gives GPUs free, a resume,
-//! a move to other GPUs, or the rollback of one of these.
+//! The owner of a transaction: a checkpoint with GPUs or without, a pause that gives GPUs free, a resume, a
+//! move to other GPUs, the rollback of one of these, or a restore.
 //!
-//! It has what all of them begin with (configuration, state of the freezer, journal, cancellation), and ends
-//! the driver's worker, the journal and the clock in one place. What a phase does is behind
-//! [`crate::effects`]; which phase follows which, in `checkpoint::phases`.
+//! It has what all of them begin with (configuration, journal, cancellation), and ends the driver's worker,
+//! the journal and the clock in one place. What a phase does is behind [`crate::effects`]; which phase
+//! follows which, in `checkpoint::phases` and `restore::phases`.
 
 use std::path::PathBuf;
 
@@ -16,41 +16,49 @@ use crate::configured::configured;
 use crate::container::Container;
 use crate::driver::Driver;
 use crate::journal::{self, Begin, Journal, JournalError, Operation, Outcome, Record};
-use crate::recording;
 use crate::timings;
 
 /// A transaction that has begun and not ended.
 pub(crate) struct Transaction<'c> {
     pub container: &'c Container,
     pub operation: Operation,
-    /// Random id, for the job's hooks.
+    /// Random id, for the job's hooks. Empty where no hook gets it.
     pub id: String,
     pub config: Config,
-    pub cgroup: Cgroup,
     /// Whether the container was frozen before.
     pub was_frozen: bool,
     pub journal: Journal,
     pub reaper: &'c Reaper,
-    worker: PathBuf,
-    guard: TransactionGuard<'c>,
-    /// Its timings are those of the transaction that was begun.
-    is_reopened: bool,
+    cancel: CancellationToken,
+    /// None: the caller's, which ends it.
+    _guard: Option<TransactionGuard<'c>>,
+    /// Whether the bundle gets its timings: not without GPUs, as with the stock shim, and those of a rollback
+    /// are of the transaction that was begun.
+    is_timed: bool,
 }
 
 /// What a transaction is to do, for its journal.
 pub(crate) struct Intent {
     pub operation: Operation,
-    /// The configuration that it goes by.
-    pub keys: Keys,
-    /// Of a pause, for its resume; none: a new one.
-    pub id: Option<String>,
+    /// Whether the container's GPU state is a part of it.
+    pub gpu: bool,
+    /// As in [`Transaction`].
+    pub id: String,
     /// The container ends with its dump.
     pub exit: bool,
-    /// The image directory; empty if it writes none.
+    /// The image directory; empty if it has none.
     pub image: PathBuf,
     /// CRIU's work directory; empty if it has none.
     pub work: PathBuf,
     pub work_is_ours: bool,
+    pub was_frozen: bool,
+}
+
+/// What works on the container of a transaction with GPUs.
+pub(crate) struct Means {
+    pub cgroup: Cgroup,
+    /// The driver's worker.
+    pub worker: PathBuf,
 }
 
 /// Why a transaction could not begin, or not be opened again.
@@ -67,57 +75,89 @@ pub(crate) enum BeginError {
 }
 
 impl Intent {
-    /// Of a transaction that writes no image.
-    pub fn without_image(operation: Operation, id: Option<String>) -> Self {
+    /// Of a transaction on GPU state that writes no image.
+    pub fn without_image(operation: Operation, id: String) -> Self {
         Self {
             operation,
-            keys: Keys::PAUSE,
+            gpu: true,
             id,
             exit: false,
             image: PathBuf::new(),
             work: PathBuf::new(),
             work_is_ours: false,
+            was_frozen: false,
         }
     }
 }
 
+impl Means {
+    fn find(container: &Container, config: &Config) -> Result<Self, BeginError> {
+        Ok(Self {
+            worker: find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?,
+            cgroup: container.cgroup()?,
+        })
+    }
+}
+
 impl<'c> Transaction<'c> {
-    /// Begins it: what is to be done is in the journal. After an error nothing has begun.
+    /// Begins one on GPU state, by these keys of the configuration: what is to be done is in the journal.
+    /// After an error nothing has begun.
     pub async fn begin(
         container: &'c Container,
+        keys: Keys,
         intent: Intent,
         reaper: &'c Reaper,
-    ) -> Result<Self, BeginError> {
-        let config = Config::load(intent.keys)?;
-        let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
-        let cgroup = container.cgroup()?;
-        let was_frozen = cgroup.freezer_state()? != FreezerState::Thawed;
-        let id = intent.id.unwrap_or_else(recording::new_id);
+    ) -> Result<(Self, Means), BeginError> {
+        let config = Config::load(keys)?;
+        let means = Means::find(container, &config)?;
+        let intent = Intent {
+            was_frozen: means.cgroup.freezer_state()? != FreezerState::Thawed,
+            ..intent
+        };
+        let guard = container.transaction.begin();
+        let cancel = guard.cancel.clone();
+        let begun = Self::begin_within(container, config, intent, reaper, cancel).await?;
+        let transaction = Self {
+            _guard: Some(guard),
+            ..begun
+        };
+        Ok((transaction, means))
+    }
+
+    /// Begins one that `cancel` belongs to, whose guard the caller has. After an error nothing has begun.
+    pub async fn begin_within(
+        container: &'c Container,
+        config: Config,
+        intent: Intent,
+        reaper: &'c Reaper,
+        cancel: CancellationToken,
+    ) -> Result<Self, JournalError> {
+        let (operation, was_frozen) = (intent.operation, intent.was_frozen);
         let begin = Begin {
-            op: intent.operation,
+            op: operation,
             container: container.id.clone(),
-            gpu: true,
+            gpu: intent.gpu,
             exit: intent.exit,
             image: intent.image,
             work: intent.work,
             work_is_ours: intent.work_is_ours,
             was_frozen,
-            checkpoint: id.clone(),
+            checkpoint: intent.id.clone(),
         };
+        let is_timed = begin.gpu;
         let journal = Journal::begin(&container.bundle, begin).await?;
-        journal.follow(intent.operation, container.follower.get());
+        journal.follow(operation, container.follower.get());
         Ok(Self {
             container,
-            operation: intent.operation,
-            id,
+            operation,
+            id: intent.id,
             config,
-            cgroup,
             was_frozen,
             journal,
             reaper,
-            worker,
-            guard: container.transaction.begin(),
-            is_reopened: false,
+            cancel,
+            _guard: None,
+            is_timed,
         })
     }
 
@@ -126,45 +166,60 @@ impl<'c> Transaction<'c> {
         container: &'c Container,
         record: &Record,
         reaper: &'c Reaper,
-    ) -> Result<Self, BeginError> {
+    ) -> Result<(Self, Means), BeginError> {
         let config = configured();
-        let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
-        Ok(Self {
+        let means = Means::find(container, &config)?;
+        let journal = Journal::resume(&container.bundle).await?;
+        let guard = container.transaction.begin();
+        let transaction = Self {
             container,
             operation: record.begin.op,
             id: record.begin.checkpoint.clone(),
             config,
-            cgroup: container.cgroup()?,
             was_frozen: record.begin.was_frozen,
-            journal: Journal::resume(&container.bundle).await?,
+            journal,
             reaper,
-            worker,
-            guard: container.transaction.begin(),
-            is_reopened: true,
-        })
+            cancel: guard.cancel.clone(),
+            _guard: Some(guard),
+            is_timed: false,
+        };
+        Ok((transaction, means))
     }
 
     /// Cancelled when the container is to end.
     pub fn cancel(&self) -> &CancellationToken {
-        &self.guard.cancel
+        &self.cancel
     }
 
     /// A driver whose worker is in the journal.
-    pub fn driver(&self) -> Driver {
+    pub fn driver(&self, worker: PathBuf) -> Driver {
         let deadlines = self.config.deadlines.clone();
-        Driver::new(self.worker.clone(), self.reaper.clone(), deadlines).with_journal(self.journal.clone())
+        Driver::new(worker, self.reaper.clone(), deadlines).with_journal(self.journal.clone())
     }
 
-    /// Ends it: no worker is left, the journal has its outcome, and the bundle its timings. `suspended_by`
-    /// is why the container stands still without its GPU state.
-    pub async fn end(self, mut driver: Driver, outcome: Outcome, suspended_by: Option<String>, ok: bool) {
+    /// Ends the driver's worker and the clock of one that has succeeded or not: the phases are over.
+    pub async fn end_worker(&self, driver: &mut Driver, ok: bool) {
         timings::stop(ok);
         driver.end().await;
-        journal::point("checkpoint-worker-gone").await;
-        self.journal.end_for(outcome, suspended_by).await;
-        journal::point("checkpoint-ended").await;
-        if !self.is_reopened {
-            timings::write(&self.container.bundle, ok).await;
+        if self.operation == Operation::Restore {
+            journal::point("restore-worker-gone").await;
+        } else {
+            journal::point("checkpoint-worker-gone").await;
         }
+    }
+
+    /// Ends it: the journal has its outcome, and the bundle its timings. `suspended_by` is why the container
+    /// stands still without its GPU state; `ok`, whether the client gets what it wanted.
+    pub async fn end(self, outcome: Outcome, suspended_by: Option<String>, ok: bool) {
+        // A hook or a rollback may have followed the worker's end.
+        timings::stop(ok);
+        self.journal.end_for(outcome, suspended_by).await;
+        if !self.is_timed {
+            return;
+        }
+        if self.operation != Operation::Restore {
+            journal::point("checkpoint-ended").await;
+        }
+        timings::write(&self.container.bundle, ok).await;
     }
 }

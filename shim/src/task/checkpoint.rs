@@ -7,8 +7,6 @@ use crate::options::{PARENT_PATH, checkpoint_options, unknown_string};
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
-use firn_process::panics::caught;
-
 use super::{Service, TaskError};
 use firn_config::names;
 use firn_transaction::checkpoint::{self, Request};
@@ -57,9 +55,6 @@ pub(super) async fn transact(
     request: &Request,
 ) -> Result<(), TaskError> {
     let transaction = service.begin(Operation::Checkpoint, &container.id);
-    let result = match caught(checkpoint::run(container, request, &service.reaper)).await {
-        Ok(result) => result,
-        Err(_) => Err(checkpoint::rollback_after_panic(container, &service.reaper).await),
-    };
+    let result = checkpoint::run(container, request, &service.reaper).await;
     service.end(container, transaction, result.map_err(TaskError::from))
 }

@@ -10,7 +10,6 @@ use containerd_shim_protos::api::Empty;
 use firn_config::text::one_line;
 use firn_config::{GpuBusy, names};
 use firn_host::Chain;
-use firn_process::panics::caught;
 use firn_transaction::checkpoint::park::{self, Moved, ParkError, Resumed, Wait, Wanted};
 use firn_transaction::container::{Action, Container, InitState, NotAllowed};
 use firn_transaction::journal::Operation;
@@ -96,8 +95,8 @@ async fn resume(
 ) -> Result<Empty, TaskError> {
     container.admit(Action::Resume)?;
     let transaction = service.begin(Operation::Resume, &container.id);
-    let done = caught(Box::pin(park::resume(container, wanted, &service.reaper))).await;
-    end(service, container, transaction, done.ok()).await
+    let done = park::resume(container, wanted, &service.reaper).await;
+    end(service, container, transaction, done).await
 }
 
 /// The caller holds the operation lock.
@@ -109,25 +108,21 @@ async fn move_gpus(
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
     let transaction = service.begin(Operation::Move, &container.id);
-    let done = caught(Box::pin(park::move_gpus(container, wanted, &service.reaper))).await;
-    let done = end(service, container, transaction, done.ok()).await;
+    let done = park::move_gpus(container, wanted, &service.reaper).await;
+    let done = end(service, container, transaction, done).await;
     if container.state() == InitState::Pausing {
         container.set_state(InitState::Running);
     }
     done
 }
 
-/// Shows containerd and its clients how it has ended. `done` is none after a panic.
+/// Shows containerd and its clients how it has ended.
 async fn end(
     service: &Arc<Service>,
     container: &Arc<Container>,
     transaction: Transaction,
-    done: Option<Result<Resumed, ParkError>>,
+    done: Result<Resumed, ParkError>,
 ) -> Result<Empty, TaskError> {
-    let done = match done {
-        Some(done) => done,
-        None => Err(park::after_panic(container, &service.reaper).await),
-    };
     match done {
         Ok(Resumed { moved, hook }) => {
             let empty = resumed(service, container);

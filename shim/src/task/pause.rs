@@ -6,7 +6,6 @@ use std::sync::Arc;
 use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
 use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
 use firn_process::cgroup::FreezerState;
-use firn_process::panics::caught;
 
 use super::{Service, TaskError, moves};
 use firn_transaction::checkpoint;
@@ -40,10 +39,8 @@ pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Resu
 async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
     if park::is_requested(container)? {
         let transaction = service.begin(Operation::Pause, &container.id);
-        let parked = match caught(Box::pin(park::pause(container, &service.reaper))).await {
-            Ok(parked) => parked.map_err(TaskError::from),
-            Err(_) => Err(park::after_panic(container, &service.reaper).await.into()),
-        };
+        let parked = park::pause(container, &service.reaper).await;
+        let parked = parked.map_err(TaskError::from);
         service.end(container, transaction, parked)?;
         moves::label(service, container).await;
         return Ok(());

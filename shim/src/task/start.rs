@@ -1,11 +1,11 @@
 //! Start: init of a created container, a container from its checkpoint, or an exec.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 
 use containerd_shim_protos::api::{StartRequest, StartResponse};
 use containerd_shim_protos::events::task::{TaskExecStarted, TaskStart};
-use firn_process::cancel::CancellationToken;
 
 use super::create::{INIT_PID, open_stdio, owner};
 use super::state::{find, pid_field};
@@ -14,10 +14,11 @@ use crate::procfs;
 use firn_host::Chain;
 use firn_transaction::checkpoint::park;
 use firn_transaction::container::{Action, Container, InitState, Process};
-use firn_transaction::journal::{Operation, point};
+use firn_transaction::journal::Operation;
 use firn_transaction::prepared_restore::PreparedRestore;
-use firn_transaction::restore;
+use firn_transaction::restore::{self, FrontEnd, NotRestored};
 use firn_transaction::runc::{Exec, read_pid};
+use firn_transaction::stdio;
 
 /// How often is looked whether init, which was killed, is dead.
 const DYING: std::time::Duration = std::time::Duration::from_millis(20);
@@ -88,83 +89,71 @@ async fn restore_init(
     container: &Arc<Container>,
     prepared: PreparedRestore,
 ) -> Result<(), TaskError> {
-    // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
-    let guard = container.transaction.begin();
-    point("restore-begun").await;
     let expectation = service.exits.expect();
-    let cancel = guard.cancel.clone();
-    let (guard, error) = match bring_up(service, container, &prepared, &cancel).await {
-        Ok(restored) => {
-            let pid = restored.pid();
-            match guard.commit(|| container.init.set_pid(pid)) {
-                Ok(()) => {
-                    point("restore-committed").await;
-                    restored.commit().await;
-                    // Nothing reads the image any more.
-                    restore::remove_unpacked(&container.bundle).await;
-                    exit::watch_oom(service, container);
-                    exit::claim(service, expectation, container, &container.init);
-                    return Ok(());
-                }
-                Err(guard) => (guard, restored.roll_back(container, &prepared).await.into()),
-            }
-        }
-        Err(error) => (guard, error),
+    let front_end = Client {
+        service,
+        container,
+        stdio: None,
     };
-    // The image is still good: the client may try again.
-    container.put_checkpoint(prepared);
-    if guard.end() {
-        exit::restore_killed(service, container).await;
+    match restore::run(container, prepared, &service.reaper, front_end).await {
+        Ok(()) => {
+            exit::watch_oom(service, container);
+            exit::claim(service, expectation, container, &container.init);
+            Ok(())
+        }
+        Err(NotRestored { error, is_killed }) => {
+            if is_killed {
+                exit::restore_killed(service, container).await;
+            }
+            Err(error)
+        }
     }
-    Err(error)
 }
 
-/// Restores the container and connects its stdio. A failure leaves nothing of it.
-async fn bring_up(
-    service: &Arc<Service>,
-    container: &Arc<Container>,
-    prepared: &PreparedRestore,
-    cancel: &CancellationToken,
-) -> Result<restore::Restored, TaskError> {
-    let mut stdio = open_stdio(service, container, &container.init).await?;
-    stdio.avoid_null(owner(container))?;
-    let pid_file = container.bundle.join(INIT_PID);
-    let console = stdio.console_socket().map(std::path::Path::to_owned);
-    let attach = |command: &mut std::process::Command| stdio.attach(command);
-    let restored = restore::run(
-        container,
-        prepared,
-        &pid_file,
-        console.as_deref(),
-        &service.reaper,
-        cancel,
-        attach,
-    )
-    .await;
-    let restored = match restored {
-        Ok(restored) => restored,
-        Err(error) => {
+/// The client of a container that is restored.
+struct Client<'a> {
+    service: &'a Service,
+    container: &'a Container,
+    /// Its stdio, from its opening until it is connected.
+    stdio: Option<stdio::Prepared>,
+}
+
+impl FrontEnd for Client<'_> {
+    type Error = TaskError;
+
+    async fn open(&mut self) -> Result<(), TaskError> {
+        let mut stdio = open_stdio(self.service, self.container, &self.container.init).await?;
+        stdio.avoid_null(owner(self.container))?;
+        self.stdio = Some(stdio);
+        Ok(())
+    }
+
+    fn pid_file(&self) -> PathBuf {
+        self.container.bundle.join(INIT_PID)
+    }
+
+    fn console(&self) -> Option<PathBuf> {
+        self.stdio.as_ref()?.console_socket().map(Path::to_owned)
+    }
+
+    fn attach(&mut self, command: &mut Command) {
+        if let Some(stdio) = &mut self.stdio {
+            stdio.attach(command);
+        }
+    }
+
+    async fn connect(&mut self) -> Result<(), TaskError> {
+        if let Some(stdio) = self.stdio.take() {
+            self.container.init.set_copier(stdio.start().await?);
+        }
+        Ok(())
+    }
+
+    async fn close(&mut self) {
+        if let Some(stdio) = self.stdio.take() {
             stdio.abort().await;
-            return Err(error.into());
-        }
-    };
-    point("restore-restored").await;
-    match stdio.start().await {
-        Ok(copier) => container.init.set_copier(copier),
-        Err(error) => {
-            restored.roll_back(container, prepared).await;
-            return Err(error.into());
         }
     }
-    point("restore-connected").await;
-    if let Err(error) = restored
-        .call_hook(container, prepared, &service.reaper, cancel)
-        .await
-    {
-        restored.roll_back(container, prepared).await;
-        return Err(error.into());
-    }
-    Ok(restored)
 }
 
 async fn start_exec(

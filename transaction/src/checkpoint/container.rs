@@ -24,7 +24,7 @@ use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfo
 use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use firn_process::cancel::CancellationToken;
-use firn_process::cgroup::Still;
+use firn_process::cgroup::{Cgroup, Still};
 use firn_process::tracer::{TracedThreads, threads};
 use firn_store::Owner;
 
@@ -38,7 +38,7 @@ use crate::huge_pages;
 use crate::journal;
 use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
-use crate::transaction::Transaction;
+use crate::transaction::{Means, Transaction};
 use copying::Copied;
 
 /// How many pids a request to the worker has at most as well as those it names: eight bytes each.
@@ -74,6 +74,7 @@ pub(super) struct Source {
 /// A container under checkpoint, and what the checkpoint uses.
 pub(super) struct ContainerEffects<'a> {
     pub transaction: &'a Transaction<'a>,
+    pub cgroup: Cgroup,
     pub request: &'a Request,
     pub gpu: Driver,
     /// GPU memory that the processes had when they were locked, as far as NVML reports it.
@@ -138,11 +139,17 @@ impl Progress {
 }
 
 impl<'a> ContainerEffects<'a> {
-    pub(super) fn new(transaction: &'a Transaction<'a>, request: &'a Request, progress: Progress) -> Self {
+    pub(super) fn new(
+        transaction: &'a Transaction<'a>,
+        means: Means,
+        request: &'a Request,
+        progress: Progress,
+    ) -> Self {
         Self {
             transaction,
+            cgroup: means.cgroup,
             request,
-            gpu: transaction.driver(),
+            gpu: transaction.driver(means.worker),
             needs: GpuMemory::new(),
             criu_plugin: None,
             progress,
@@ -174,11 +181,7 @@ impl ContainerEffects<'_> {
 
     /// Kills a container that is to end, and releases its held threads.
     pub(super) async fn kill(&mut self) {
-        let killed = self
-            .transaction
-            .cgroup
-            .kill_all(self.transaction.config.deadlines.end)
-            .await;
+        let killed = self.cgroup.kill_all(self.transaction.config.deadlines.end).await;
         killed
             .unless_absent()
             .or_warn(format_args!("cannot kill {}", self.transaction.container.id));
@@ -207,11 +210,7 @@ impl ContainerEffects<'_> {
     /// Thaws the cgroup of a container that has ended: the runtime would take a frozen one for paused and not
     /// delete it, and a client that has paused it cannot resume it any more.
     pub(super) async fn leave_thawed(&mut self) {
-        let thawed = self
-            .transaction
-            .cgroup
-            .thaw(self.transaction.config.deadlines.freeze)
-            .await;
+        let thawed = self.cgroup.thaw(self.transaction.config.deadlines.freeze).await;
         thawed
             .unless_absent()
             .or_warn(format_args!("cannot thaw {}", self.transaction.container.id));
@@ -223,7 +222,7 @@ impl ContainerEffects<'_> {
         log::info!("container={} ends: {proof}", self.transaction.container.id);
         self.transaction.journal.enter_anyway(Phase::End).await;
         let limit = self.transaction.config.deadlines.end;
-        self.transaction.cgroup.kill_all(limit).await?;
+        self.cgroup.kill_all(limit).await?;
         journal::point("finish-killed").await;
         // Not the transaction's own token: the end of init cancels that, and here init shall end.
         let hooks = self.transaction.container.hooks.begin();
@@ -244,7 +243,7 @@ impl ContainerEffects<'_> {
     /// Processes of the container that may have memory on its GPUs: all of them, or those with CUDA if there
     /// are very many. The worker's lines are of 1 MiB at most, and a rollback must not fail by that.
     fn own_pids(&self) -> Result<Vec<i32>, EffectError> {
-        let pids = self.transaction.cgroup.pids()?;
+        let pids = self.cgroup.pids()?;
         let parked = self.progress.parked.as_ref();
         let cuda = parked.map_or(&self.progress.cuda, |parked| &parked.processes);
         if pids.len() > MOST_PIDS && !cuda.is_empty() {
@@ -395,7 +394,6 @@ impl Device for ContainerEffects<'_> {
 
     async fn freeze(&mut self) -> Result<(), EffectError> {
         let freeze = self
-            .transaction
             .cgroup
             .freeze_when(is_outside_vfork, self.transaction.config.deadlines.freeze);
         unless_cancelled(self.transaction.cancel(), freeze).await
@@ -404,9 +402,7 @@ impl Device for ContainerEffects<'_> {
     async fn keep_frozen(&mut self) -> Result<(), EffectError> {
         unless_cancelled(
             self.transaction.cancel(),
-            self.transaction
-                .cgroup
-                .keep_frozen(self.transaction.config.deadlines.freeze),
+            self.cgroup.keep_frozen(self.transaction.config.deadlines.freeze),
         )
         .await
     }
@@ -414,9 +410,7 @@ impl Device for ContainerEffects<'_> {
     async fn thaw(&mut self) -> Result<(), EffectError> {
         unless_cancelled(
             self.transaction.cancel(),
-            self.transaction
-                .cgroup
-                .thaw(self.transaction.config.deadlines.freeze),
+            self.cgroup.thaw(self.transaction.config.deadlines.freeze),
         )
         .await
     }
@@ -440,7 +434,7 @@ impl Device for ContainerEffects<'_> {
     }
 
     async fn hold(&mut self, except: BTreeSet<i32>) -> Result<(), EffectError> {
-        let pids = self.transaction.cgroup.pids()?;
+        let pids = self.cgroup.pids()?;
         // On a blocking thread, as in `refuse_stopped`.
         let tids = blocking(move || threads(&pids, &except)).await?;
         let hold = TracedThreads::hold(tids, self.transaction.config.deadlines.hold);
@@ -465,7 +459,7 @@ impl Device for ContainerEffects<'_> {
         self.transaction.journal.measure(Phase::GpuLock);
         unless_cancelled(self.transaction.cancel(), self.gpu.lock(pids)).await?;
         // In a container that its client has paused, stopped processes show only after the thaw.
-        self.refuse_stopped(&self.transaction.cgroup.pids()?).await
+        self.refuse_stopped(&self.cgroup.pids()?).await
     }
 
     async fn gpu_checkpoint(&mut self, pids: &[i32]) -> Result<(), EffectError> {

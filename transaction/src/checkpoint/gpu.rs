@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use firn_config::find_criu_plugin;
+use firn_config::{Keys, find_criu_plugin};
 use firn_host::procfs;
 use firn_process::OrWarn;
 use firn_process::reaper::Reaper;
@@ -18,8 +18,9 @@ use crate::image_dir::ImageDirError;
 use crate::job_hook::HookError;
 use crate::journal::{self, Outcome};
 use crate::phase::Phase;
+use crate::recording;
 use crate::timings;
-use crate::transaction::Transaction;
+use crate::transaction::{Intent, Transaction};
 
 pub(super) async fn run(
     container: &Container,
@@ -28,19 +29,23 @@ pub(super) async fn run(
 ) -> Result<(), CheckpointError> {
     let is_runc = container.runc.expect_runc().await;
     is_runc.map_err(|error| CheckpointError::refused(container, error))?;
-    let begun = Transaction::begin(container, request.intent(container), reaper).await;
-    let transaction = begun.map_err(|error| CheckpointError::not_begun(container, error))?;
+    let intent = Intent {
+        id: recording::new_id(),
+        ..request.intent(container)
+    };
+    let begun = Transaction::begin(container, Keys::CHECKPOINT, intent, reaper).await;
+    let (transaction, means) = begun.map_err(|error| CheckpointError::not_begun(container, error))?;
     let progress = Progress::of(container.parked());
-    let mut effects = ContainerEffects::new(&transaction, request, progress);
+    let mut effects = ContainerEffects::new(&transaction, means, request, progress);
     effects.criu_plugin = find_criu_plugin(transaction.config.criu.libs_dir.as_deref());
     let result = phases(&mut effects).await;
     timings::stop(result.is_ok());
     journal::point("checkpoint-transacted").await;
     let end = conclude(result, &mut effects).await;
-    let driver = effects.gpu;
-    transaction
-        .end(driver, end.outcome(), end.reason(), end.is_ok())
-        .await;
+    let is_ok = end.is_ok();
+    transaction.end_worker(&mut effects.gpu, is_ok).await;
+    drop(effects);
+    transaction.end(end.outcome(), end.reason(), is_ok).await;
     end.into_result(container, request)
 }
 

@@ -66,7 +66,7 @@ impl ContainerEffects<'_> {
     }
 
     fn is_frozen(&self) -> bool {
-        !matches!(self.transaction.cgroup.freezer_state(), Ok(FreezerState::Thawed))
+        !matches!(self.cgroup.freezer_state(), Ok(FreezerState::Thawed))
     }
 
     /// Whether the client has paused the container: then the hook is called when it continues.

@@ -31,12 +31,13 @@ pub use job::call_pending;
 pub use rollback::{resume, rollback_after_panic};
 
 use firn_process::cancel::CancellationToken;
+use firn_process::panics::caught;
 use firn_process::reaper::Reaper;
 
 use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::{ImageDir, ImageDirError};
-use crate::journal::{self, Begin};
+use crate::journal;
 use crate::look::{self, Checked};
 use crate::meeting::Meeting;
 use crate::runc::{Bounds, Checkpoint};
@@ -97,34 +98,18 @@ impl Request {
         }
     }
 
-    /// Of a checkpoint with GPUs.
+    /// Without an id: the job's hooks are called with GPUs alone.
     fn intent(&self, container: &Container) -> Intent {
         let work = WorkDir::choose(container, self);
         Intent {
             operation: journal::Operation::Checkpoint,
-            keys: Keys::CHECKPOINT,
-            id: None,
+            gpu: container.traits.by_firn(),
+            id: String::new(),
             exit: self.exit,
             image: self.image.path().to_owned(),
             work: work.path,
             work_is_ours: work.ours,
-        }
-    }
-
-    /// Of a checkpoint without GPUs, for its journal.
-    fn begin_plain(&self, container: &Container, was_frozen: bool) -> Begin {
-        let work = WorkDir::choose(container, self);
-        Begin {
-            op: journal::Operation::Checkpoint,
-            container: container.id.clone(),
-            gpu: false,
-            exit: self.exit,
-            image: self.image.path().to_owned(),
-            work: work.path,
-            work_is_ours: work.ours,
-            was_frozen,
-            // The job's hooks are called with GPUs alone.
-            checkpoint: String::new(),
+            was_frozen: false,
         }
     }
 }
@@ -159,8 +144,16 @@ pub fn usable(
     }
 }
 
-/// Checkpoints `container`. The caller holds its operation lock.
+/// Checkpoints `container`. After a panic of firn's own code it is rolled back, too. The caller holds its
+/// operation lock.
 pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
+    match caught(transact(container, request, reaper)).await {
+        Ok(done) => done,
+        Err(_) => Err(rollback_after_panic(container, reaper).await),
+    }
+}
+
+async fn transact(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
     let others = other_gpus(container, reaper).await?;
     if container.traits.by_firn() {
         gpu::run(container, request, reaper).await

@@ -27,6 +27,7 @@ use crate::layer;
 use crate::meeting::Meeting;
 use crate::phase::Phase;
 use crate::runc::{Bounds, Checkpoint, RuncError};
+use crate::transaction::{Intent, Transaction};
 
 /// How long a reset of the freezer may take.
 pub(super) const RESET: Duration = Duration::from_secs(10);
@@ -58,17 +59,21 @@ pub(super) async fn run(
         .cgroup()
         .and_then(|cgroup| cgroup.freezer_state())
         .is_ok_and(|state| state != FreezerState::Thawed);
-    let begin = request.begin_plain(container, was_frozen);
-    let journal = Journal::begin(&container.bundle, begin).await;
-    let dump = PlainDump {
-        container,
-        request,
-        reaper,
+    let intent = Intent {
         was_frozen,
+        ..request.intent(container)
+    };
+    let guard = container.transaction.begin();
+    let cancel = guard.cancel.clone();
+    let begun = Transaction::begin_within(container, configured(), intent, reaper, cancel).await;
+    let dump = PlainDump {
+        transaction: begun.map_err(|error| CheckpointError::refused(container, error))?,
+        request,
         plugins,
-        journal: journal.map_err(|error| CheckpointError::refused(container, error))?,
     };
     let mut dumped = dump.run().await;
+    // Order matters: who kills it from now on does not cut off what brings its image to the disk.
+    drop(guard);
     if dumped.is_ok() {
         dumped = dump.sync().await;
     }
@@ -78,55 +83,50 @@ pub(super) async fn run(
     } else {
         Outcome::Failed
     };
-    dump.journal.end(outcome).await;
+    dump.transaction.end(outcome, None, dumped.is_ok()).await;
     dumped
 }
 
 /// A dump in progress.
 struct PlainDump<'a> {
-    container: &'a Container,
+    transaction: Transaction<'a>,
     request: &'a Request,
-    reaper: &'a Reaper,
-    was_frozen: bool,
     /// CRIU's plugin directory; none: CRIU's own choice.
     plugins: Option<PathBuf>,
-    journal: Journal,
 }
 
 impl PlainDump<'_> {
     /// Dumps the container, with others at the same moment where there are some.
     async fn run(&self) -> Result<(), CheckpointError> {
-        let Self {
-            container, request, ..
-        } = self;
-        let guard = container.transaction.begin();
-        let dump = self.dump(&guard.cancel);
+        let (container, request) = (self.transaction.container, self.request);
+        let cancel = self.transaction.cancel();
+        let dump = self.dump(cancel);
         let Some(meeting) = &request.meeting else {
             return dump.await;
         };
         let still = async {
-            stand_still(container, meeting, &guard.cancel).await?;
+            stand_still(container, meeting, cancel).await?;
             // Order matters: after the dump it is for the runtime to keep it frozen.
             match &request.layer {
-                Some(archive) => Ok(layer::keep(container, archive, self.reaper).await?),
+                Some(archive) => Ok(layer::keep(container, archive, self.transaction.reaper).await?),
                 None => Ok(()),
             }
         };
-        let still = guard.cancel.unless_stopped(still).await;
-        let mut dumped = match still.unwrap_or_else(|| Err(EffectError::stopped(&guard.cancel))) {
+        let still = cancel.unless_stopped(still).await;
+        let mut dumped = match still.unwrap_or_else(|| Err(EffectError::stopped(cancel))) {
             Ok(()) => dump.await,
             Err(cause) => Err(CheckpointError::refused(container, cause)),
         };
-        if guard.cancel.is_withdrawn() && matches!(dumped, Err(CheckpointError::Plain { .. })) {
-            let cause = EffectError::stopped(&guard.cancel);
+        if cancel.is_withdrawn() && matches!(dumped, Err(CheckpointError::Plain { .. })) {
+            let cause = EffectError::stopped(cancel);
             dumped = Err(CheckpointError::refused(container, cause));
         }
         if dumped.is_ok() {
-            let met = join(meeting, 3, &guard.cancel).await;
+            let met = join(meeting, 3, cancel).await;
             dumped = met.map_err(|cause| CheckpointError::refused(container, cause));
         }
         // Order matters: the workload does not wait for a file system.
-        reset_freezer(container, self.was_frozen, &guard.cancel).await;
+        reset_freezer(container, self.transaction.was_frozen, cancel).await;
         if dumped.is_err() {
             let image = request.image.clone();
             tidy("remove the image", move || image.clear()).await;
@@ -137,12 +137,12 @@ impl PlainDump<'_> {
     /// Makes sure that the image is on its disk. The container continues, or CRIU has ended it. What
     /// containerd copies and syncs itself is left to it, unless its container has ended.
     async fn sync(&self) -> Result<(), CheckpointError> {
-        let (container, image) = (self.container, &self.request.image);
+        let (container, image) = (self.transaction.container, &self.request.image);
         if image.is_containerds() && !self.request.exit {
             return Ok(());
         }
         let guard = container.transaction.begin();
-        let limit = configured().deadlines.criu_dump;
+        let limit = self.transaction.config.deadlines.criu_dump;
         let Err(cause) = sync(image, None, Vec::new(), limit, &guard.cancel).await else {
             return Ok(());
         };
@@ -163,11 +163,10 @@ impl PlainDump<'_> {
 
     /// Calls the runtime, and cleans up after it.
     async fn dump(&self, cancel: &CancellationToken) -> Result<(), CheckpointError> {
-        let Self {
-            container, request, ..
-        } = self;
+        let (transaction, request) = (&self.transaction, self.request);
+        let container = transaction.container;
         let image = &request.image;
-        enter_image(container, image, &self.journal).await?;
+        enter_image(container, image, &transaction.journal).await?;
         let work = WorkDir::choose(container, request);
         let made = work.clone();
         tidy("make CRIU's work directory", move || made.make()).await;
@@ -179,7 +178,7 @@ impl PlainDump<'_> {
         let dumped = self.call_runtime(&inside, &work, cancel).await;
         journal::point("dump-left").await;
         if dumped.is_err() {
-            killed_criu::release(container, &work.log(), cancel, self.reaper).await;
+            killed_criu::release(container, &work.log(), cancel, transaction.reaper).await;
         }
         if !cancel.is_cancelled() {
             // Not for a container that is being killed: a frozen cgroup would delay its end.
@@ -187,7 +186,7 @@ impl PlainDump<'_> {
         }
         let gone = image.at(|image| image.check()).await.err();
         let complete = dumped.is_ok() && gone.is_none();
-        self.journal.leave(Phase::CriuDump, complete).await;
+        transaction.journal.leave(Phase::CriuDump, complete).await;
         if complete {
             seal(image).await;
         }
@@ -224,8 +223,8 @@ impl PlainDump<'_> {
             deadline: request
                 .meeting
                 .is_some()
-                .then(|| configured().deadlines.criu_dump),
-            journal: &self.journal,
+                .then_some(self.transaction.config.deadlines.criu_dump),
+            journal: &self.transaction.journal,
             cancel,
             freezer: None,
         };
@@ -236,7 +235,7 @@ impl PlainDump<'_> {
             plugins: self.plugins.as_deref(),
             ..request.call(&request.flags, bounds)
         };
-        let dumped = self.container.runc.checkpoint(call).await;
+        let dumped = self.transaction.container.runc.checkpoint(call).await;
         dumped.map_err(|error| error.with_path(inside, request.image.path()))
     }
 
@@ -246,8 +245,8 @@ impl PlainDump<'_> {
             return;
         }
         // What CRIU has ended could not end as long as it is frozen.
-        let stays_frozen = self.was_frozen && !(succeeded && self.request.exit);
-        reset_freezer(self.container, stays_frozen, cancel).await;
+        let stays_frozen = self.transaction.was_frozen && !(succeeded && self.request.exit);
+        reset_freezer(self.transaction.container, stays_frozen, cancel).await;
     }
 }
 

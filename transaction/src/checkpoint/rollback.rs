@@ -165,7 +165,7 @@ async fn rollback_gpu(
     cause: &EffectError,
     reaper: &Reaper,
 ) -> Result<(), EffectError> {
-    let transaction = Transaction::reopen(container, record, reaper).await?;
+    let (transaction, means) = Transaction::reopen(container, record, reaper).await?;
     let begin = &record.begin;
     let request = Request {
         image: ImageDir::unopened(&begin.image),
@@ -173,7 +173,7 @@ async fn rollback_gpu(
         ..Request::without_image()
     };
     let progress = Progress::recorded(record.cuda.clone());
-    let mut effects = ContainerEffects::new(&transaction, &request, progress);
+    let mut effects = ContainerEffects::new(&transaction, means, &request, progress);
     effects.needs = record.memory.clone();
     let back = Rollback {
         locked: &record.cuda,
@@ -192,9 +192,10 @@ async fn rollback_gpu(
         Err(_) => Outcome::Suspended,
     };
     let reason = rolled_back.as_ref().err().map(EffectError::line);
-    let driver = effects.gpu;
     transaction
-        .end(driver, outcome, reason, rolled_back.is_ok())
+        .end_worker(&mut effects.gpu, rolled_back.is_ok())
         .await;
+    drop(effects);
+    transaction.end(outcome, reason, rolled_back.is_ok()).await;
     rolled_back
 }

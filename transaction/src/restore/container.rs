@@ -16,16 +16,15 @@ use firn_oci::job_hook::Facts;
 use firn_oci::{Spec, criu_config, dev_repair};
 use firn_preflight::Inherited;
 use firn_process::blocking::{Left, blocking, stoppable};
+use firn_process::cancel::CancellationToken;
 use firn_process::cgroup::Cgroup;
 use firn_process::pidfd::{self, Signal};
-use firn_process::reaper::Reaper;
 use firn_process::tracer::TracedThreads;
 
 use super::compare;
 use super::error::Cause;
 use super::rollback::rollback;
 use super::run::{forget_refusal, last_errors, refusal_of_script};
-use crate::container::Container;
 use crate::driver::Driver;
 use crate::effects;
 use crate::job_hook::Caller;
@@ -33,8 +32,8 @@ use crate::journal::point;
 use crate::memory::Copier;
 use crate::phase::Phase;
 use crate::prepared_restore::{GpuPart, PreparedRestore};
-use crate::runc::{Bounds, Restore, RuncError, read_pid};
-use crate::timings;
+use crate::runc::{Restore, RuncError, read_pid};
+use crate::transaction::Transaction;
 use firn_gpu::CudaProcess;
 
 /// The processes that CRIU has restored.
@@ -46,7 +45,7 @@ struct Tasks {
 
 /// A container under restore.
 pub(super) struct RestoreEffects<'a, S> {
-    container: &'a Container,
+    transaction: &'a Transaction<'a>,
     gpu: &'a GpuPart,
     /// For the job.
     facts: Option<&'a Facts>,
@@ -58,7 +57,6 @@ pub(super) struct RestoreEffects<'a, S> {
     stdio: Option<S>,
     /// CRIU's log.
     log: PathBuf,
-    reaper: &'a Reaper,
     driver: Driver,
     tasks: Option<Tasks>,
     selected: Option<TracedThreads>,
@@ -66,23 +64,20 @@ pub(super) struct RestoreEffects<'a, S> {
 
 impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
     pub(super) fn new(
-        container: &'a Container,
+        transaction: &'a Transaction<'a>,
         gpu: &'a GpuPart,
         prepared: &'a PreparedRestore,
         restore: Restore<'a>,
         stdio: S,
         log: PathBuf,
-        reaper: &'a Reaper,
     ) -> Self {
-        let driver = Driver::new(gpu.worker.clone(), reaper.clone(), gpu.config.deadlines.clone());
         Self {
-            container,
+            transaction,
             gpu,
             facts: prepared.facts.as_ref(),
             verified: prepared.verified.clone(),
             log,
-            reaper,
-            driver: driver.with_journal(restore.bounds.journal.clone()),
+            driver: transaction.driver(gpu.worker.clone()),
             restore,
             stdio: Some(stdio),
             tasks: None,
@@ -102,10 +97,10 @@ impl<'a, S: FnOnce(&mut Command) + Send> RestoreEffects<'a, S> {
 
 /// Waits for an effect, unless the container is to end meanwhile.
 fn unless_cancelled<T, E: Into<Cause>>(
-    bounds: Bounds<'_>,
+    cancel: &CancellationToken,
     effect: impl Future<Output = Result<T, E>>,
 ) -> impl Future<Output = Result<T, Cause>> {
-    let done = bounds.cancel.unless_cancelled(effect);
+    let done = cancel.unless_cancelled(effect);
     async move { done.await.ok_or(Cause::Killed)?.map_err(Into::into) }
 }
 
@@ -113,10 +108,10 @@ fn unless_cancelled<T, E: Into<Cause>>(
 async fn in_time<T: Send + 'static>(
     what: &'static str,
     limit: Duration,
-    bounds: Bounds<'_>,
+    cancel: &CancellationToken,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Cause> {
-    let done = stoppable(limit, bounds.cancel, move |_| work()).await;
+    let done = stoppable(limit, cancel, move |_| work()).await;
     done.map_err(|left| match left {
         Left::Cancelled => Cause::Killed,
         Left::Late => Cause::Late { what, limit },
@@ -127,7 +122,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     type Error = Cause;
 
     async fn enter(&mut self, phase: Phase) -> Result<(), Cause> {
-        Ok(self.restore.bounds.journal.enter(phase).await?)
+        Ok(self.transaction.journal.enter(phase).await?)
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
@@ -135,13 +130,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
         let restore = self
             .driver
             .restore(pids, &self.gpu.pairs, GpuMemory::new(), Vec::new());
-        unless_cancelled(self.restore.bounds, restore).await?;
+        unless_cancelled(self.transaction.cancel(), restore).await?;
         Ok(())
     }
 
     async fn gpu_unlock(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        self.restore.bounds.journal.show(Phase::GpuUnlock);
-        unless_cancelled(self.restore.bounds, self.driver.unlock(pids)).await?;
+        self.transaction.journal.show(Phase::GpuUnlock);
+        unless_cancelled(self.transaction.cancel(), self.driver.unlock(pids)).await?;
         Ok(())
     }
 }
@@ -150,12 +145,12 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
 async fn verify_memory(
     verified: Option<Arc<Verified>>,
     limit: Duration,
-    bounds: Bounds<'_>,
+    cancel: &CancellationToken,
 ) -> Result<(), Cause> {
     let Some(verified) = verified else {
         return Ok(());
     };
-    let verify = stoppable(limit, bounds.cancel, move |stop| verified.memory(stop));
+    let verify = stoppable(limit, cancel, move |stop| verified.memory(stop));
     match verify.await {
         Ok(verified) => Ok(verified?),
         Err(Left::Cancelled) => Err(Cause::Killed),
@@ -169,50 +164,63 @@ async fn verify_memory(
 impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> {
     async fn criu_restore(&mut self) -> Result<(), Cause> {
         let stdio = self.stdio.take().ok_or(Cause::Panicked)?;
-        forget_refusal(self.container).await;
+        forget_refusal(self.transaction.container).await;
         self.gpu.criu.write(criu_config::Operation::Restore)?;
         // The worker starts up while CRIU works.
         if self.gpu.has_nvidia {
             self.driver.warm_up()?;
         }
-        let restoring = self.container.runc.restore(self.restore, stdio);
+        let restoring = self.transaction.container.runc.restore(self.restore, stdio);
         // CRIU uses one processor. Both to their ends: nobody cleans up after a CRIU that is left alone.
-        let limit = self.gpu.config.deadlines.verify;
-        let verifying = verify_memory(self.verified.clone(), limit, self.restore.bounds);
+        let limit = self.transaction.config.deadlines.verify;
+        let verifying = verify_memory(self.verified.clone(), limit, self.transaction.cancel());
         let (restored, verified) = tokio::join!(restoring, verifying);
         verified?;
         if let Err(error) = restored {
             let lines = last_errors(&self.log).await;
-            return Err(match (error, refusal_of_script(self.container).await) {
-                (RuncError::Cancelled { .. }, _) => Cause::Killed,
-                (_, Some(refusal)) => Cause::Script(refusal),
-                (error, None) => Cause::Runtime {
-                    error,
-                    lines,
-                    log: self.log.clone(),
+            return Err(
+                match (error, refusal_of_script(self.transaction.container).await) {
+                    (RuncError::Cancelled { .. }, _) => Cause::Killed,
+                    (_, Some(refusal)) => Cause::Script(refusal),
+                    (error, None) => Cause::Runtime {
+                        error,
+                        lines,
+                        log: self.log.clone(),
+                    },
                 },
-            });
+            );
         }
         point("restore-stopped").await;
         Ok(())
     }
 
     async fn compare(&mut self) -> Result<(), Cause> {
-        self.restore.bounds.journal.show(Phase::Compare);
+        self.transaction.journal.show(Phase::Compare);
         let init = read_pid(self.restore.pid_file)?;
-        let compared = compare::tasks(self.container, &self.gpu.hook, init, self.reaper);
-        let (cgroup, pids) = unless_cancelled(self.restore.bounds, compared).await?;
+        let compared = compare::tasks(
+            self.transaction.container,
+            &self.gpu.hook,
+            init,
+            self.transaction.reaper,
+        );
+        let (cgroup, pids) = unless_cancelled(self.transaction.cancel(), compared).await?;
         self.tasks = Some(Tasks { init, cgroup, pids });
         Ok(())
     }
 
     async fn dev_repair(&mut self) -> Result<(), Cause> {
-        self.restore.bounds.journal.measure(Phase::DevRepair);
-        let (spec, init) = (Spec::load(&self.container.bundle)?, self.init()?);
+        self.transaction.journal.measure(Phase::DevRepair);
+        let (spec, init) = (Spec::load(&self.transaction.container.bundle)?, self.init()?);
         let repair = move || dev_repair::repair(init, &spec);
-        let limit = self.gpu.config.deadlines.look;
-        let repaired = in_time("repair /dev of the container", limit, self.restore.bounds, repair).await??;
-        let id = &self.container.id;
+        let limit = self.transaction.config.deadlines.look;
+        let repaired = in_time(
+            "repair /dev of the container",
+            limit,
+            self.transaction.cancel(),
+            repair,
+        )
+        .await??;
+        let id = &self.transaction.container.id;
         if let Some(left) = &repaired.left {
             log::warn!("graphics device nodes of {id} are not replaced: {left}");
         }
@@ -228,24 +236,24 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let Some(stored) = self.gpu.stored.clone() else {
             return Ok(());
         };
-        self.restore.bounds.journal.show(Phase::FillMemory);
+        self.transaction.journal.show(Phase::FillMemory);
         let of = self.tasks()?.pids.clone();
-        let pids = unless_cancelled(self.restore.bounds, async {
+        let pids = unless_cancelled(self.transaction.cancel(), async {
             Ok::<_, Cause>(blocking(move || outer_pids(&of)).await)
         });
         let copier = Copier {
             hook: self.gpu.hook.clone(),
-            reaper: self.reaper.clone(),
-            limit: self.gpu.config.deadlines.criu_restore,
-            container: self.container.id.clone(),
-            bundle: self.container.bundle.clone(),
-            journal: Some(self.restore.bounds.journal.clone()),
+            reaper: self.transaction.reaper.clone(),
+            limit: self.transaction.config.deadlines.criu_restore,
+            container: self.transaction.container.id.clone(),
+            bundle: self.transaction.container.bundle.clone(),
+            journal: Some(self.transaction.journal.clone()),
         };
         let fill = Request::Fill(Fill {
             stored,
             pids: pids.await?,
         });
-        let _bytes: u64 = copier.ask(fill, self.restore.bounds.cancel).await?;
+        let _bytes: u64 = copier.ask(fill, self.transaction.cancel()).await?;
         Ok(())
     }
 
@@ -256,13 +264,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
             let outer = outer_pids(&of);
             Ok::<_, Cause>((find(&processes, &outer)?, find_inherited(&others, &outer)))
         };
-        let (cuda, inherited) = unless_cancelled(self.restore.bounds, blocking(find)).await?;
-        self.restore.bounds.journal.keep_inherited(inherited).await;
+        let (cuda, inherited) = unless_cancelled(self.transaction.cancel(), blocking(find)).await?;
+        self.transaction.journal.keep_inherited(inherited).await;
         if !self.gpu.has_nvidia {
             return Ok(cuda);
         }
         // The manifest is not trusted: a CUDA process that it leaves out must not run without its GPU state.
-        let discovered = unless_cancelled(self.restore.bounds, self.driver.discover(pids)).await?;
+        let discovered = unless_cancelled(self.transaction.cancel(), self.driver.discover(pids)).await?;
         let is_listed = |found: &&CudaProcess| cuda.iter().any(|listed| listed.pid == found.pid);
         match discovered.iter().find(|found| !is_listed(found)) {
             Some(other) => Err(Cause::Unlisted { pid: other.pid }),
@@ -272,14 +280,14 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
 
     async fn run_selected(&mut self, tids: BTreeSet<i32>) -> Result<(), Cause> {
         let tids = tids.into_iter().collect();
-        let selected = TracedThreads::run_selected(tids, self.gpu.config.deadlines.hold);
-        self.selected = Some(unless_cancelled(self.restore.bounds, selected).await?);
+        let selected = TracedThreads::run_selected(tids, self.transaction.config.deadlines.hold);
+        self.selected = Some(unless_cancelled(self.transaction.cancel(), selected).await?);
         Ok(())
     }
 
     async fn stop_selected(&mut self) -> Result<(), Cause> {
         match self.selected.take() {
-            Some(selected) => unless_cancelled(self.restore.bounds, selected.release()).await,
+            Some(selected) => unless_cancelled(self.transaction.cancel(), selected.release()).await,
             None => Ok(()),
         }
     }
@@ -290,10 +298,10 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
 
     async fn write_facts(&mut self) -> Result<(), Cause> {
         let caller = Caller {
-            container: self.container,
-            config: &self.gpu.config,
-            reaper: self.reaper,
-            cancel: self.restore.bounds.cancel,
+            container: self.transaction.container,
+            config: &self.transaction.config,
+            reaper: self.transaction.reaper,
+            cancel: self.transaction.cancel(),
         };
         if let Some(facts) = self.facts {
             Box::pin(caller.write_facts(self.init()?, facts.clone())).await?;
@@ -313,9 +321,9 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         };
         let (what, limit) = (
             "read which processes were stopped",
-            self.gpu.config.deadlines.look,
+            self.transaction.config.deadlines.look,
         );
-        let running = in_time(what, limit, self.restore.bounds, running).await?;
+        let running = in_time(what, limit, self.transaction.cancel(), running).await?;
         let cgroup = &self.tasks()?.cgroup;
         for pid in running {
             // The pid of a process that has ended may belong to another one.
@@ -326,18 +334,14 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
     }
 
     async fn end(&mut self, ok: bool) {
-        timings::stop(ok);
         // Order matters: the restore threads are released before the worker that works on them ends.
         drop(self.selected.take());
         point("restore-continued").await;
-        self.driver.end().await;
-        point("restore-worker-gone").await;
-        timings::write(&self.container.bundle, ok).await;
-        point("restore-accounted").await;
+        self.transaction.end_worker(&mut self.driver, ok).await;
     }
 
     async fn rollback(&mut self) {
-        rollback(self.container).await;
+        rollback(self.transaction.container).await;
     }
 }
 

@@ -35,4 +35,4 @@ pub(crate) use named::{Named, Node, Wish};
 pub use place::in_use;
 pub use prepare::{Preparation, admit};
 pub use rollback::{LOG, after_kill};
-pub use run::{Restored, run};
+pub use run::{FrontEnd, NotRestored, run};

@@ -18,61 +18,70 @@ use super::error::Cause;
 use super::place::in_use;
 use super::prepare::left_image;
 use super::rollback::{LOG, rollback, work_dir};
-use super::{RestoreError, phases};
+use super::{RestoreError, phases, remove_unpacked};
 use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::error_lines;
 use crate::job_hook::{Caller, HookError};
-use crate::journal::{Begin, Journal, Operation, Outcome, point};
+use crate::journal::{Journal, Operation, Outcome, point};
 use crate::phase::Phase;
 use crate::prepared_restore::PreparedRestore;
 use crate::recording;
 use crate::recovery::Recovery;
 use crate::runc::{Bounds, Restore, RuncError, read_pid};
+use crate::transaction::{Intent, Transaction};
 
 /// How long runc and CRIU may take to end after a panic of firn's own code.
 const PROGRAMS: Duration = Duration::from_secs(30);
 
+/// What a front end has for a container that is restored: the stdio of its init.
+pub trait FrontEnd: Send {
+    /// Why it cannot give it, or why the restore failed.
+    type Error: From<RestoreError> + Send;
+
+    /// Opens the stdio. It may wait for the client.
+    fn open(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Where the OCI runtime writes the pid of init.
+    fn pid_file(&self) -> PathBuf;
+    /// The socket that gets the terminal.
+    fn console(&self) -> Option<PathBuf>;
+    /// Gives the stdio to the call of the OCI runtime.
+    fn attach(&mut self, command: &mut Command);
+    /// Connects the stdio with the processes, which run.
+    fn connect(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Lets go of stdio that was opened and not connected.
+    fn close(&mut self) -> impl Future<Output = ()> + Send;
+}
+
+/// A restore that did not happen.
+pub struct NotRestored<E> {
+    pub error: E,
+    /// Whoever killed the container relies on its end.
+    pub is_killed: bool,
+}
+
 /// A container whose processes run again. Its transaction is open until it is committed or rolled back.
-#[must_use]
-pub struct Restored {
+struct Restored<'c> {
+    /// Pid of init.
     pid: i32,
-    journal: Journal,
+    transaction: Transaction<'c>,
     /// Whether its cgroup was empty before.
     was_free: bool,
 }
 
-impl Restored {
-    /// Pid of init.
-    pub fn pid(&self) -> i32 {
-        self.pid
-    }
-
+impl Restored<'_> {
     /// Calls the job's hook `restored`. After an error the caller rolls the restore back. Order matters: the
     /// container's output must be read meanwhile, or a job that writes much would wait for that.
-    pub async fn call_hook(
-        &self,
-        container: &Container,
-        prepared: &PreparedRestore,
-        reaper: &Reaper,
-        cancel: &CancellationToken,
-    ) -> Result<(), RestoreError> {
+    async fn call_hook(&self, prepared: &PreparedRestore) -> Result<(), RestoreError> {
         let Some(facts) = &prepared.facts else {
             return Ok(());
         };
-        let of_node;
-        let config = match &prepared.gpu {
-            Some(gpu) => &gpu.config,
-            None => {
-                of_node = configured();
-                &of_node
-            }
-        };
+        let transaction = &self.transaction;
         let caller = Caller {
-            container,
-            config,
-            reaper,
-            cancel,
+            container: transaction.container,
+            config: &transaction.config,
+            reaper: transaction.reaper,
+            cancel: transaction.cancel(),
         };
         let called = async {
             // With GPU state, the facts were there before the processes ran.
@@ -80,103 +89,172 @@ impl Restored {
                 caller.write_facts(self.pid, facts.clone()).await?;
             }
             if caller.names(JobHook::Restored)? {
-                self.journal.enter_anyway(Phase::Restored).await;
+                transaction.journal.enter_anyway(Phase::Restored).await;
                 caller.call(self.pid, facts.clone()).await?;
             }
             Ok::<_, HookError>(())
         };
-        let called = match caught(Box::pin(called)).await {
-            Ok(called) => called.map_err(Cause::from),
-            Err(_) => Err(Cause::Panicked),
-        };
+        let called = called.await.map_err(Cause::from);
         called.map_err(|cause| failed(prepared, cause))
     }
 
-    /// Ends the transaction: the container keeps running.
-    pub async fn commit(self) {
-        self.journal.end(Outcome::Done).await;
-    }
-
-    /// Rolls the restore back: nothing of the container is left but its bundle. Returns the error of a killed
-    /// container.
-    pub async fn roll_back(self, container: &Container, prepared: &PreparedRestore) -> RestoreError {
+    /// Rolls the restore back: nothing of the container is left but its bundle.
+    async fn roll_back(self) {
+        let (container, journal) = (self.transaction.container, &self.transaction.journal);
         // A second time if the rollback panics: every step may be repeated.
-        twice(|| roll_back(container, self.was_free, &self.journal)).await;
+        twice(|| roll_back(container, self.was_free, journal)).await;
         // Others' processes are in the cgroup: only the runtime's state is deleted.
         if !self.was_free {
             let deleted = container.runc.ensure_deleted().await;
             deleted.or_warn(format_args!("cannot delete {}", container.id));
         }
-        self.journal.end(Outcome::Failed).await;
-        failed(prepared, Cause::Killed)
+        self.transaction.end(Outcome::Failed, None, false).await;
     }
 }
 
-/// Begins the journal, unless the container is being killed.
-async fn begin_journal(
+/// Restores `container` from its checkpoint, with the stdio of `front_end`. The caller holds the container's
+/// operation lock. After a failure nothing of the container is left but its bundle, and it has its checkpoint
+/// again.
+pub async fn run<F: FrontEnd>(
     container: &Container,
+    prepared: PreparedRestore,
+    reaper: &Reaper,
+    mut front_end: F,
+) -> Result<(), NotRestored<F::Error>> {
+    // From here on whoever kills or deletes the container finds a transaction to cut off, or the pid of init.
+    let guard = container.transaction.begin();
+    point("restore-begun").await;
+    let cancel = guard.cancel.clone();
+    let brought_up = Box::pin(bring_up(container, &prepared, reaper, &cancel, &mut front_end));
+    let (guard, error) = match unless_panicked(&prepared, brought_up).await {
+        Ok(restored) => match guard.commit(|| container.init.set_pid(restored.pid)) {
+            Ok(()) => {
+                point("restore-committed").await;
+                restored.transaction.end(Outcome::Done, None, true).await;
+                // Nothing reads the image any more.
+                remove_unpacked(&container.bundle).await;
+                return Ok(());
+            }
+            Err(guard) => {
+                restored.roll_back().await;
+                (guard, failed(&prepared, Cause::Killed).into())
+            }
+        },
+        Err(error) => (guard, error),
+    };
+    // The image is still good: the client may try again.
+    container.put_checkpoint(prepared);
+    Err(NotRestored {
+        error,
+        is_killed: guard.end(),
+    })
+}
+
+/// Restores the container and connects its stdio. A failure leaves nothing of it.
+async fn bring_up<'c, F: FrontEnd>(
+    container: &'c Container,
     prepared: &PreparedRestore,
-    work: &Path,
+    reaper: &'c Reaper,
     cancel: &CancellationToken,
-) -> Result<Journal, RestoreError> {
+    front_end: &mut F,
+) -> Result<Restored<'c>, F::Error> {
+    front_end.open().await?;
+    let restored = match Box::pin(restore(container, prepared, reaper, cancel, front_end)).await {
+        Ok(restored) => restored,
+        Err(error) => {
+            front_end.close().await;
+            return Err(error.into());
+        }
+    };
+    point("restore-restored").await;
+    let connected = async {
+        front_end.connect().await?;
+        point("restore-connected").await;
+        Ok::<_, F::Error>(restored.call_hook(prepared).await?)
+    };
+    match unless_panicked(prepared, Box::pin(connected)).await {
+        Ok(()) => Ok(restored),
+        Err(error) => {
+            restored.roll_back().await;
+            Err(error)
+        }
+    }
+}
+
+/// Waits for `work`, which is boxed: the futures of all phases together are large. A panic of it is an error.
+async fn unless_panicked<T, E: From<RestoreError>>(
+    prepared: &PreparedRestore,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, E> {
+    match caught(work).await {
+        Ok(done) => done,
+        Err(_) => Err(failed(prepared, Cause::Panicked).into()),
+    }
+}
+
+/// Begins the transaction, unless the container is being killed.
+async fn begin<'c>(
+    container: &'c Container,
+    prepared: &PreparedRestore,
+    reaper: &'c Reaper,
+    cancel: &CancellationToken,
+) -> Result<Transaction<'c>, RestoreError> {
     if let Some(recording) = recording::current() {
         recording.image_bytes(prepared.bytes);
     }
-    let begin = Begin {
-        op: Operation::Restore,
-        container: container.id.clone(),
+    let intent = Intent {
+        operation: Operation::Restore,
         gpu: prepared.gpu.is_some(),
+        id: String::new(),
         exit: false,
         image: prepared.image.clone(),
-        work: work.to_owned(),
+        work: work_dir(container),
         work_is_ours: container.options.criu_work_path.is_empty(),
         was_frozen: false,
-        checkpoint: String::new(),
     };
-    let journal = Journal::begin(&container.bundle, begin)
+    let config = match &prepared.gpu {
+        Some(gpu) => gpu.config.clone(),
+        None => configured(),
+    };
+    let transaction = Transaction::begin_within(container, config, intent, reaper, cancel.clone())
         .await
         .map_err(|error| failed(prepared, error.into()))?;
-    journal.follow(Operation::Restore, container.follower.get());
     point("restore-journalled").await;
     if cancel.is_cancelled() {
-        journal.end(Outcome::Failed).await;
+        transaction.end(Outcome::Failed, None, false).await;
         return Err(failed(prepared, Cause::Killed));
     }
-    Ok(journal)
+    Ok(transaction)
 }
 
-/// Restores `container`; `stdio` gives the runtime the container's stdio.
-///
-/// The caller holds the container's operation lock, and has begun the transaction that `cancel` belongs to.
-/// After a failure nothing of the container is left but its bundle.
-pub async fn run(
-    container: &Container,
+/// Restores the processes. After a failure nothing of the container is left but its bundle.
+async fn restore<'c>(
+    container: &'c Container,
     prepared: &PreparedRestore,
-    pid_file: &Path,
-    console: Option<&Path>,
-    reaper: &Reaper,
+    reaper: &'c Reaper,
     cancel: &CancellationToken,
-    stdio: impl FnOnce(&mut Command) + Send,
-) -> Result<Restored, RestoreError> {
+    front_end: &mut impl FrontEnd,
+) -> Result<Restored<'c>, RestoreError> {
     check_again(prepared, cancel).await?;
-    let work = work_dir(container);
+    let (work, pid_file) = (work_dir(container), front_end.pid_file());
     let plugins = container.bundle.join(firn_config::names::BUNDLE_CRIU_LIBS);
+    let console = front_end.console();
     let gpu = prepared.gpu.as_ref();
-    let journal = begin_journal(container, prepared, &work, cancel).await?;
+    let transaction = begin(container, prepared, reaper, cancel).await?;
     let restore = Restore {
         image: &prepared.image,
         work: &work,
         bundle: &container.bundle,
-        pid_file,
-        console_socket: console,
+        pid_file: &pid_file,
+        console_socket: console.as_deref(),
         no_pivot: container.options.no_pivot_root,
         flags: &prepared.flags,
         plugins: gpu
             .map(|_| plugins.as_path())
             .or(prepared.plain.plugins.as_deref()),
         bounds: Bounds {
-            deadline: gpu.map(|gpu| gpu.config.deadlines.criu_restore),
-            journal: &journal,
+            deadline: gpu.map(|_| transaction.config.deadlines.criu_restore),
+            journal: &transaction.journal,
             cancel,
             freezer: None,
         },
@@ -186,12 +264,13 @@ pub async fn run(
     // Order matters: a rollback kills all processes in this cgroup, so it must be empty before.
     let free = free_cgroup(container);
     let was_free = free.is_ok();
+    let stdio = |command: &mut Command| front_end.attach(command);
     let restoring = async {
         match gpu {
-            None => Box::pin(plain(container, prepared, restore, log, was_free, stdio)).await,
+            None => Box::pin(plain(&transaction, prepared, restore, log, was_free, stdio)).await,
             Some(gpu) => {
                 free.map_err(|cause| failed(prepared, cause))?;
-                let effects = RestoreEffects::new(container, gpu, prepared, restore, stdio, log, reaper);
+                let effects = RestoreEffects::new(&transaction, gpu, prepared, restore, stdio, log);
                 let restored = Box::pin(with_gpu(effects)).await;
                 restored.map_err(|cause| failed(prepared, cause))
             }
@@ -200,18 +279,18 @@ pub async fn run(
     let restored = match caught(restoring).await {
         Ok(restored) => restored,
         Err(_) => {
-            roll_back_after_panic(container, was_free, &journal).await;
+            roll_back_after_panic(container, was_free, &transaction.journal).await;
             Err(failed(prepared, Cause::Panicked))
         }
     };
     match restored {
         Ok(pid) => Ok(Restored {
             pid,
-            journal,
+            transaction,
             was_free,
         }),
         Err(error) => {
-            journal.end(Outcome::Failed).await;
+            transaction.end(Outcome::Failed, None, false).await;
             Err(error)
         }
     }
@@ -233,7 +312,8 @@ async fn roll_back_after_panic(container: &Container, was_free: bool, journal: &
 async fn roll_back(container: &Container, was_free: bool, journal: &Journal) {
     if was_free {
         journal.enter_anyway(Phase::Rollback).await;
-        rollback(container).await;
+        // Boxed: the future of a rollback is large, and mostly not needed.
+        Box::pin(rollback(container)).await;
     }
 }
 
@@ -264,14 +344,15 @@ async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> 
 
 /// Restores an image without GPU state as the stock shim does, except that a failed restore leaves nothing.
 async fn plain(
-    container: &Container,
+    transaction: &Transaction<'_>,
     prepared: &PreparedRestore,
     restore: Restore<'_>,
     log: PathBuf,
     was_free: bool,
     stdio: impl FnOnce(&mut Command) + Send,
 ) -> Result<i32, RestoreError> {
-    let (pid_file, Bounds { journal, .. }) = (restore.pid_file, restore.bounds);
+    let (container, journal) = (transaction.container, &transaction.journal);
+    let pid_file = restore.pid_file;
     journal.enter_anyway(Phase::CriuRestore).await;
     let criu = prepared.plain.criu.as_ref();
     if let Some(criu) = criu {

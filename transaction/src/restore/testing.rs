@@ -1,10 +1,12 @@
 //! A container with a cgroup of its own and a runtime that does nothing, for tests.
 
-use firn_gpu::Backend;
 use std::path::Path;
 
+use firn_config::Config;
+use firn_gpu::Backend;
 use firn_image::manifest::DumpFlags;
 use firn_oci::Spec;
+use firn_process::cancel::CancellationToken;
 use firn_process::cgroup::Cgroup;
 use firn_process::cgroup::testing::Scratch;
 use firn_process::reaper::Reaper;
@@ -12,10 +14,11 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::container::{Container, ContainerTraits, Process, StdioPaths};
-use crate::journal::{Begin, Journal, Operation};
+use crate::journal::Operation;
 use crate::options::RuncOptions;
 use crate::prepared_restore::{PlainPart, PreparedRestore};
 use crate::runc::Runc;
+use crate::transaction::{Intent, Transaction};
 
 /// A container whose spec names the cgroup of its id. `runtime` is any program.
 pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper) -> Container {
@@ -61,21 +64,21 @@ impl Stub {
         })
     }
 
-    /// The journal of a restore of this container.
-    pub(super) async fn journal(&self) -> Journal {
-        let Container { id, bundle, .. } = &self.container;
-        let begin = Begin {
-            op: Operation::Restore,
-            container: id.clone(),
+    /// A restore of this container that has begun.
+    pub(super) async fn transaction<'c>(&'c self, reaper: &'c Reaper) -> Transaction<'c> {
+        let intent = Intent {
+            operation: Operation::Restore,
             gpu: true,
+            id: String::new(),
             exit: false,
             image: "/image".into(),
-            work: bundle.join("work"),
+            work: self.container.bundle.join("work"),
             work_is_ours: true,
             was_frozen: false,
-            checkpoint: String::new(),
         };
-        Journal::begin(bundle, begin).await.unwrap()
+        let (config, cancel) = (Config::default(), CancellationToken::default());
+        let begun = Transaction::begin_within(&self.container, config, intent, reaper, cancel);
+        begun.await.unwrap()
     }
 }
 

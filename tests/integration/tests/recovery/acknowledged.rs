@@ -28,7 +28,6 @@ const RESTORE: &[&str] = &[
     "continue",
     "restore-continued",
     "restore-worker-gone",
-    "restore-accounted",
     "restore-restored",
     "restore-connected",
     COMMITTED,

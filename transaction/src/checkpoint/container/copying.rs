@@ -95,13 +95,7 @@ impl ContainerEffects<'_> {
             self.warn_of_criu("CRIU leaves processes out");
             return Ok(None);
         }
-        let processes: Vec<Process> = self
-            .transaction
-            .cgroup
-            .pids()?
-            .into_iter()
-            .filter_map(process)
-            .collect();
+        let processes: Vec<Process> = self.cgroup.pids()?.into_iter().filter_map(process).collect();
         let of = processes.clone();
         let (what, limit) = ("look for shared memory", self.transaction.config.deadlines.look);
         let shared = bounded(what, limit, self.transaction.cancel(), move || shared_files(&of)).await?;
@@ -129,14 +123,14 @@ impl ContainerEffects<'_> {
     /// Dumps the container, and copies memory next to CRIU where firn does that. What firn cannot copy CRIU
     /// copies, in a second dump.
     pub(super) async fn dump_memory(&mut self) -> Result<Copied, EffectError> {
-        let transaction = self.transaction;
+        let (transaction, cgroup) = (self.transaction, self.cgroup.clone());
         let (plugins, limit) = (self.configure_criu()?, transaction.config.deadlines.criu_dump);
         let flags = self.source().dump.clone();
         let bounds = Bounds {
             deadline: Some(limit),
             journal: &transaction.journal,
             cancel: transaction.cancel(),
-            freezer: Some(&transaction.cgroup),
+            freezer: Some(&cgroup),
         };
         let mut copying = self.copying().await?;
         let files = copying.as_ref().map_or(0, |copying| copying.files);

@@ -27,7 +27,7 @@ impl Dump for ContainerEffects<'_> {
                 self.call_prepare().await?;
             }
         }
-        let pids = self.transaction.cgroup.pids()?;
+        let pids = self.cgroup.pids()?;
         let assertions = self.source().assertions;
         let cuda = match &parked {
             Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
@@ -74,10 +74,7 @@ impl Dump for ContainerEffects<'_> {
     }
 
     async fn expect_frozen(&mut self) -> Result<(), EffectError> {
-        let still = self
-            .transaction
-            .cgroup
-            .still(self.transaction.config.deadlines.freeze);
+        let still = self.cgroup.still(self.transaction.config.deadlines.freeze);
         let still = unless_cancelled(self.transaction.cancel(), still).await?;
         let since = self.progress.still.get_or_insert(still);
         match still.unlike(since) {

@@ -216,7 +216,7 @@ impl ContainerEffects<'_> {
     /// Refuses processes that a signal has stopped: while a v1 freezer holds them, neither firn nor CRIU can
     /// trace them.
     pub(super) async fn refuse_stopped(&self, pids: &[i32]) -> Result<(), EffectError> {
-        if !self.transaction.cgroup.is_v1() {
+        if !self.cgroup.is_v1() {
             return Ok(());
         }
         let pids = pids.to_vec();

@@ -42,7 +42,7 @@ impl ContainerEffects<'_> {
 
     /// Which of the mounts processes have in use. None if that cannot be read: then all of them may be.
     async fn in_use(&self, mounts: &[RequiredMount]) -> Result<Option<Vec<bool>>, EffectError> {
-        let Ok(pids) = self.transaction.cgroup.pids() else {
+        let Ok(pids) = self.cgroup.pids() else {
             return Ok(None);
         };
         let places = mounts.iter().map(|mount| mount.destination.clone()).collect();

@@ -15,9 +15,10 @@ mod resume;
 mod wait;
 
 use std::collections::BTreeMap;
+use std::future::Future;
 use std::path::Path;
 
-use firn_config::names;
+use firn_config::{Keys, names};
 use firn_host::Alone;
 use firn_oci::Spec;
 
@@ -27,6 +28,7 @@ pub use wait::Wait;
 
 use firn_process::OrWarn;
 use firn_process::blocking::blocking;
+use firn_process::panics::caught;
 use firn_process::reaper::Reaper;
 
 use super::Request;
@@ -35,12 +37,12 @@ use super::error::EffectError;
 use super::phases::{self, Failure};
 use super::plain::RESET;
 use crate::container::{Container, InitState};
-use crate::driver::Driver;
 use crate::journal::{Journal, Operation, Outcome};
 use crate::lease::{Lease, namespace_of};
 use crate::parked::Parked;
 use crate::phase::Phase;
-use crate::transaction::{BeginError, Intent, Transaction};
+use crate::recording;
+use crate::transaction::{BeginError, Intent, Means, Transaction};
 
 /// What the annotation `firn.dev/pause` may be.
 const RELEASE_GPU: &str = "release-gpu";
@@ -80,10 +82,14 @@ fn refused(operation: Operation, container: &Container, cause: EffectError) -> P
 
 /// Pauses a running container and gives its GPUs free. The caller holds its operation lock.
 pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkError> {
-    let intent = Intent::without_image(Operation::Pause, None);
-    let transaction = begin(container, intent, reaper).await?;
+    unless_panicked(container, reaper, Box::pin(pause_gpus(container, reaper))).await
+}
+
+async fn pause_gpus(container: &Container, reaper: &Reaper) -> Result<(), ParkError> {
+    let intent = Intent::without_image(Operation::Pause, recording::new_id());
+    let (transaction, means) = begin(container, intent, reaper).await?;
     let request = Request::without_image();
-    let mut effects = ContainerEffects::new(&transaction, &request, Progress::default());
+    let mut effects = ContainerEffects::new(&transaction, means, &request, Progress::default());
     let ended = match park(&mut effects).await {
         Ok((mut parked, spec)) => {
             parked.sharers = give_free(container, &spec).await;
@@ -93,17 +99,31 @@ pub async fn pause(container: &Container, reaper: &Reaper) -> Result<(), ParkErr
         }
         Err(failure) => Err(after_failure(&mut effects, failure).await),
     };
-    let driver = effects.gpu;
-    end(transaction, driver, ended).await
+    transaction.end_worker(&mut effects.gpu, ended.is_ok()).await;
+    drop(effects);
+    end(transaction, ended).await
+}
+
+/// Waits for `work`, which is boxed: the futures of all phases together are large. After a panic of firn's
+/// own code a parked container stays parked, every other one is rolled back.
+async fn unless_panicked<T>(
+    container: &Container,
+    reaper: &Reaper,
+    work: impl Future<Output = Result<T, ParkError>>,
+) -> Result<T, ParkError> {
+    match caught(work).await {
+        Ok(done) => done,
+        Err(_) => Err(after_panic(container, reaper).await),
+    }
 }
 
 async fn begin<'c>(
     container: &'c Container,
     intent: Intent,
     reaper: &'c Reaper,
-) -> Result<Transaction<'c>, ParkError> {
+) -> Result<(Transaction<'c>, Means), ParkError> {
     let operation = intent.operation;
-    let begun = Transaction::begin(container, intent, reaper).await;
+    let begun = Transaction::begin(container, Keys::PAUSE, intent, reaper).await;
     begun.map_err(|error| match error {
         BeginError::Config(error) => error.into(),
         BeginError::Program(error) => error.into(),
@@ -113,11 +133,7 @@ async fn begin<'c>(
 }
 
 /// Ends a pause, resume or move that has come to this. Returns the result.
-async fn end<T>(
-    transaction: Transaction<'_>,
-    driver: Driver,
-    result: Result<T, ParkError>,
-) -> Result<T, ParkError> {
+async fn end<T>(transaction: Transaction<'_>, result: Result<T, ParkError>) -> Result<T, ParkError> {
     let outcome = match &result {
         Ok(_) => Outcome::Done,
         Err(ParkError::ByJournal(_)) => Outcome::Suspended,
@@ -128,14 +144,11 @@ async fn end<T>(
         Err(ParkError::ByJournal(error)) => error.suspended_by(),
         _ => None,
     };
-    transaction
-        .end(driver, outcome, suspended_by, result.is_ok())
-        .await;
+    transaction.end(outcome, suspended_by, result.is_ok()).await;
     result
 }
 
-/// After a panic of firn's own code: a parked container stays parked, every other one is rolled back.
-pub async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
+async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
     if !container.is_parked() {
         // It has its GPUs, and not those that a move has taken for it.
         note_gpus(container).await;

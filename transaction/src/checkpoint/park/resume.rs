@@ -10,7 +10,10 @@ use firn_process::panics::caught;
 use firn_process::reaper::Reaper;
 
 use super::grant::NewGrant;
-use super::{ParkError, after_failure, begin, end, give_free, lease_of, note_gpus, park, refused, setting};
+use super::{
+    ParkError, after_failure, begin, end, give_free, lease_of, note_gpus, park, refused, setting,
+    unless_panicked,
+};
 use crate::checkpoint::Request;
 use crate::checkpoint::container::{ContainerEffects, Progress};
 use crate::checkpoint::error::EffectError;
@@ -22,6 +25,7 @@ use crate::lease::{Lease, LeaseError};
 use crate::look::{self, Checked};
 use crate::parked::Parked;
 use crate::phase::Phase;
+use crate::recording;
 use crate::timings;
 use crate::transaction::Intent;
 
@@ -66,14 +70,19 @@ pub struct Resumed {
 /// Resumes a parked container. After an error it stays parked, unless it has ended. The caller holds its
 /// operation lock, and does the wait of an error that is [`ParkError::awaited`].
 pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> Result<Resumed, ParkError> {
+    let resumed = Box::pin(resume_gpus(container, wanted, reaper));
+    unless_panicked(container, reaper, resumed).await
+}
+
+async fn resume_gpus(container: &Container, wanted: &Wanted, reaper: &Reaper) -> Result<Resumed, ParkError> {
     let operation = Operation::Resume;
     let Some(parked) = container.parked() else {
         return Err(refused(operation, container, EffectError::NoJournal));
     };
-    let intent = Intent::without_image(operation, Some(parked.id.clone()));
-    let transaction = begin(container, intent, reaper).await?;
+    let intent = Intent::without_image(operation, parked.id.clone());
+    let (transaction, means) = begin(container, intent, reaper).await?;
     let request = Request::without_image();
-    let mut effects = ContainerEffects::new(&transaction, &request, Progress::of(Some(parked)));
+    let mut effects = ContainerEffects::new(&transaction, means, &request, Progress::of(Some(parked)));
     let resumed = match Box::pin(unpark(&mut effects, wanted)).await {
         Ok(moved) => Ok(goes_on(&mut effects, moved).await),
         Err(cause @ EffectError::Lease(LeaseError::Busy { awaited: true, .. })) => {
@@ -81,8 +90,9 @@ pub async fn resume(container: &Container, wanted: &Wanted, reaper: &Reaper) -> 
         }
         Err(cause) => Err(stays_parked(&mut effects, cause).await),
     };
-    let driver = effects.gpu;
-    end(transaction, driver, resumed).await
+    transaction.end_worker(&mut effects.gpu, resumed.is_ok()).await;
+    drop(effects);
+    end(transaction, resumed).await
 }
 
 /// Moves a running container to other GPUs. After an error it runs on those that it had, unless that fails,
@@ -93,12 +103,23 @@ pub async fn move_gpus(
     wanted: &Wanted,
     reaper: &Reaper,
 ) -> Result<Resumed, ParkError> {
-    let transaction = begin(container, Intent::without_image(Operation::Move, None), reaper).await?;
+    let moved = Box::pin(transact_move(container, wanted, reaper));
+    unless_panicked(container, reaper, moved).await
+}
+
+async fn transact_move(
+    container: &Container,
+    wanted: &Wanted,
+    reaper: &Reaper,
+) -> Result<Resumed, ParkError> {
+    let intent = Intent::without_image(Operation::Move, recording::new_id());
+    let (transaction, means) = begin(container, intent, reaper).await?;
     let request = Request::without_image();
-    let mut effects = ContainerEffects::new(&transaction, &request, Progress::default());
+    let mut effects = ContainerEffects::new(&transaction, means, &request, Progress::default());
     let moved = Box::pin(run_move(&mut effects, wanted)).await;
-    let driver = effects.gpu;
-    end(transaction, driver, moved).await
+    transaction.end_worker(&mut effects.gpu, moved.is_ok()).await;
+    drop(effects);
+    end(transaction, moved).await
 }
 
 async fn run_move(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result<Resumed, ParkError> {
@@ -421,7 +442,7 @@ async fn refuse_open(effects: &ContainerEffects<'_>, leaves: Vec<DeviceNode>) ->
     let container = effects.transaction.container;
     let workload = Workload {
         init: container.init.pid(),
-        pids: effects.transaction.cgroup.pids()?,
+        pids: effects.cgroup.pids()?,
         leaves,
         ..Workload::default()
     };

@@ -65,9 +65,10 @@ fn long_path(length: usize) -> PathBuf {
 async fn first_line(reaper: &Reaper, image: PathBuf) -> usize {
     let bundle = tempfile::tempdir().unwrap();
     let container = container(bundle.path(), reaper);
-    let begin = request(image).begin_plain(&container, false);
+    let (intent, cancel) = (request(image).intent(&container), CancellationToken::default());
     let bundle_bytes = bundle.path().as_os_str().len();
-    Journal::begin(bundle.path(), begin).await.unwrap();
+    let begun = Transaction::begin_within(&container, configured(), intent, reaper, cancel);
+    begun.await.unwrap();
     let line = fs::read(bundle.path().join(journal::FILE)).unwrap();
     line.len() - bundle_bytes
 }

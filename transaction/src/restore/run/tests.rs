@@ -1,11 +1,12 @@
 //! A restore is committed, or nothing of the container is left; and what a restore checks before.
 
 use std::fs;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use firn_config::names;
 use firn_host::procfs;
 use firn_process::testing::log::warnings;
+use firn_process::testing::write_program;
 
 use super::super::testing::{Stub, container, prepared};
 use super::*;
@@ -13,23 +14,172 @@ use crate::image_dir::rescue::tests::make_image;
 use crate::journal::Record;
 use crate::restore::error::Refusal;
 
+/// A front end that fails where a test wants it. As the runtime of these tests does nothing, it starts the
+/// process that is restored.
+struct Client<'a> {
+    stub: &'a Stub,
+    reaper: &'a Reaper,
+    /// The method that fails.
+    fails: &'static str,
+    /// The container is killed while its stdio is connected.
+    is_killed: bool,
+    calls: &'a Mutex<Vec<&'static str>>,
+}
+
+#[derive(Debug)]
+enum ClientError {
+    Failed(&'static str),
+    Restore(RestoreError),
+}
+
+impl From<RestoreError> for ClientError {
+    fn from(error: RestoreError) -> Self {
+        Self::Restore(error)
+    }
+}
+
+impl Client<'_> {
+    fn call(&self, name: &'static str) -> Result<(), ClientError> {
+        self.calls.lock().unwrap().push(name);
+        assert!(self.fails != format!("{name} panics"), "on purpose");
+        if self.fails == name {
+            return Err(ClientError::Failed(name));
+        }
+        Ok(())
+    }
+}
+
+impl FrontEnd for Client<'_> {
+    type Error = ClientError;
+
+    async fn open(&mut self) -> Result<(), ClientError> {
+        self.call("open")
+    }
+
+    fn pid_file(&self) -> PathBuf {
+        self.stub.container.bundle.join("pid")
+    }
+
+    fn console(&self) -> Option<PathBuf> {
+        None
+    }
+
+    fn attach(&mut self, _: &mut Command) {
+        self.call("attach").unwrap();
+        let task = self.stub.scratch.spawn(self.reaper, "", "exec sleep 1000");
+        fs::write(self.pid_file(), task.pid().to_string()).unwrap();
+    }
+
+    async fn connect(&mut self) -> Result<(), ClientError> {
+        self.stub.scratch.all_entered().await;
+        if self.is_killed {
+            self.stub.container.transaction.cancel();
+        }
+        self.call("connect")
+    }
+
+    async fn close(&mut self) {
+        self.call("close").unwrap();
+    }
+}
+
+/// How a restore with such a front end ends: its calls, whether its process is alive, its result. Whatever
+/// it is, no journal and no transaction is left, and only a container that was not restored has its
+/// checkpoint.
+async fn end_of(
+    fails: &'static str,
+    runtime: &str,
+    is_killed: bool,
+) -> Option<(Vec<&'static str>, bool, Result<(), NotRestored<ClientError>>)> {
+    let reaper = Reaper::start().unwrap();
+    let (stub, calls) = (Stub::new(runtime, &reaper)?, Mutex::default());
+    let client = Client {
+        stub: &stub,
+        reaper: &reaper,
+        fails,
+        is_killed,
+        calls: &calls,
+    };
+    let container = &stub.container;
+    let done = Box::pin(run(container, prepared(Path::new("/image")), &reaper, client)).await;
+    assert_eq!(Record::read(&container.bundle).unwrap(), None);
+    assert!(!container.transaction.is_taken());
+    assert_eq!(container.take_checkpoint().is_some(), done.is_err());
+    let pid = fs::read_to_string(container.bundle.join("pid")).ok();
+    let is_alive = pid.is_some_and(|pid| procfs::is_alive(pid.parse().unwrap()));
+    if done.is_ok() {
+        assert!(procfs::is_alive(container.init.pid()));
+    }
+    let calls = calls.lock().unwrap().clone();
+    Some((calls, is_alive, done))
+}
+
 #[tokio::test]
 async fn a_committed_restore_keeps_running_and_leaves_no_journal() {
-    let reaper = Reaper::start().unwrap();
-    let Some(stub) = Stub::new("true", &reaper) else {
+    let Some((calls, is_alive, done)) = end_of("", "true", false).await else {
         return;
     };
-    let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
-    stub.scratch.all_entered().await;
-    let restored = Restored {
-        pid: task.pid(),
-        journal: stub.journal().await,
-        was_free: true,
+    assert!(done.is_ok() && is_alive);
+    assert_eq!(calls, ["open", "attach", "connect"]);
+}
+
+/// Stdio that was opened is closed, once, unless it was connected.
+#[tokio::test]
+async fn a_front_end_that_fails_leaves_nothing_of_the_container() {
+    for (fails, wanted) in [
+        ("open", &["open"][..]),
+        ("connect", &["open", "attach", "connect"]),
+    ] {
+        let Some((calls, is_alive, done)) = end_of(fails, "true", false).await else {
+            return;
+        };
+        let NotRestored { error, is_killed } = done.err().unwrap();
+        assert!(
+            matches!(error, ClientError::Failed(failed) if failed == fails),
+            "{error:?}"
+        );
+        assert!(!is_killed && !is_alive, "{fails}");
+        assert_eq!(calls, wanted);
+    }
+    let Some((calls, is_alive, done)) = end_of("", "false", false).await else {
+        return;
     };
-    assert_eq!(restored.pid(), task.pid());
-    restored.commit().await;
-    assert!(procfs::is_alive(task.pid()));
-    assert_eq!(Record::read(&stub.container.bundle).unwrap(), None);
+    let NotRestored { error, is_killed } = done.err().unwrap();
+    assert!(
+        matches!(error, ClientError::Restore(RestoreError::Plain { .. })),
+        "{error:?}"
+    );
+    assert!(!is_killed && !is_alive);
+    assert_eq!(calls, ["open", "attach", "close"]);
+}
+
+#[tokio::test]
+async fn a_front_end_that_panics_leaves_nothing_of_the_container() {
+    for fails in ["open panics", "connect panics"] {
+        let Some((_, is_alive, done)) = end_of(fails, "true", false).await else {
+            return;
+        };
+        let NotRestored { error, is_killed } = done.err().unwrap();
+        let ClientError::Restore(RestoreError::Failed { cause, .. }) = error else {
+            panic!("{error:?}");
+        };
+        assert!(matches!(cause, Cause::Panicked), "{cause:?}");
+        assert!(!is_killed && !is_alive, "{fails}");
+    }
+}
+
+/// A kill that comes before the commit finds the transaction, and the container ends.
+#[tokio::test]
+async fn a_container_that_is_killed_before_the_commit_is_rolled_back() {
+    let Some((_, is_alive, done)) = end_of("", "true", true).await else {
+        return;
+    };
+    let NotRestored { error, is_killed } = done.err().unwrap();
+    let ClientError::Restore(RestoreError::Failed { cause, .. }) = error else {
+        panic!("{error:?}");
+    };
+    assert!(matches!(cause, Cause::Killed), "{cause:?}");
+    assert!(is_killed && !is_alive);
 }
 
 /// Processes that were in the cgroup before are not killed: then the runtime alone deletes its state.
@@ -44,19 +194,11 @@ async fn a_restore_that_is_rolled_back_kills_its_own_processes_only() {
         stub.scratch.all_entered().await;
         let restored = Restored {
             pid: task.pid(),
-            journal: stub.journal().await,
+            transaction: stub.transaction(&reaper).await,
             was_free,
         };
         warnings();
-        let prepared = prepared(Path::new("/image"));
-        let killed = restored.roll_back(&stub.container, &prepared).await;
-        assert!(matches!(
-            killed,
-            RestoreError::Failed {
-                cause: Cause::Killed,
-                ..
-            }
-        ));
+        restored.roll_back().await;
         assert_eq!(procfs::is_alive(task.pid()), !was_free);
         let logged = warnings();
         assert_eq!(logged.len(), 1, "the runtime is called once: {logged:?}");
@@ -73,8 +215,8 @@ async fn a_restore_that_panics_is_rolled_back_and_enters_that_phase() {
     };
     let task = stub.scratch.spawn(&reaper, "", "exec sleep 1000");
     stub.scratch.all_entered().await;
-    let (journal, bundle) = (stub.journal().await, &stub.container.bundle);
-    roll_back_after_panic(&stub.container, true, &journal).await;
+    let (transaction, bundle) = (stub.transaction(&reaper).await, &stub.container.bundle);
+    roll_back_after_panic(&stub.container, true, &transaction.journal).await;
     assert!(!procfs::is_alive(task.pid()));
     let record = Record::read(bundle).unwrap().unwrap();
     assert_eq!(record.phase, Some(Phase::Rollback));
@@ -161,26 +303,33 @@ async fn the_runtimes_error_is_reported() {
     let bundle = tempfile::tempdir().unwrap();
     let runtime = bundle.path().join("runtime");
     let script = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'runc version 1.3.6' && exit\nexit 1\n";
-    // Another process writes the script: a child that is forked here meanwhile would keep it open for
-    // writing, and it could not be run.
-    let write = ["-c", "printf %s \"$1\" >\"$0\" && chmod 700 \"$0\""];
-    let mut write_it = Command::new("sh");
-    write_it.args(write).arg(&runtime).arg(script);
-    let written = reaper
-        .output(&mut write_it, Duration::from_secs(20))
-        .await
-        .unwrap();
-    assert!(written.success());
+    write_program(&runtime, script);
     let container = container("job", bundle.path(), runtime.to_str().unwrap(), &reaper);
-    let (prepared, pid_file) = (prepared(bundle.path()), bundle.path().join("pid"));
-    let cancel = CancellationToken::default();
-    let restored = Box::pin(run(
-        &container,
+    let (prepared, cancel) = (prepared(bundle.path()), CancellationToken::default());
+    let transaction = begin(&container, &prepared, &reaper, &cancel).await.unwrap();
+    let (pid_file, work) = (bundle.path().join("pid"), work_dir(&container));
+    let restore = Restore {
+        image: &prepared.image,
+        work: &work,
+        bundle: bundle.path(),
+        pid_file: &pid_file,
+        console_socket: None,
+        no_pivot: false,
+        flags: &prepared.flags,
+        plugins: None,
+        bounds: Bounds {
+            deadline: None,
+            journal: &transaction.journal,
+            cancel: transaction.cancel(),
+            freezer: None,
+        },
+    };
+    let restored = Box::pin(plain(
+        &transaction,
         &prepared,
-        &pid_file,
-        None,
-        &reaper,
-        &cancel,
+        restore,
+        work.join(LOG),
+        true,
         |_| {},
     ));
     match restored.await.err().unwrap() {
