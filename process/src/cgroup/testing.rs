@@ -102,11 +102,21 @@ impl Scratch {
 
     /// Waits until all spawned shells are in the cgroup, in every hierarchy.
     pub async fn all_entered(&self) {
-        let here = || fs::read_dir(self.entered.path()).unwrap().count();
-        until("the processes to enter", || {
-            here() == self.spawned.load(Ordering::Relaxed)
-        })
-        .await;
+        until("the processes to enter", || self.have_all_entered()).await;
+    }
+
+    /// As [`Self::all_entered`], on this thread.
+    pub fn wait_all_entered(&self) {
+        let limit = Instant::now() + LIMIT;
+        while !self.have_all_entered() {
+            assert!(Instant::now() < limit, "the processes do not enter");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn have_all_entered(&self) -> bool {
+        let here = fs::read_dir(self.entered.path()).unwrap().count();
+        here == self.spawned.load(Ordering::Relaxed)
     }
 }
 

@@ -1,12 +1,13 @@
 //! An object store on this machine: a gateway that serves a directory by S3 and checks signatures. An object
 //! is a file there.
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use firn_lab::Skip;
 use firn_node::{go_install, go_lacks, wait_for};
 use tempfile::TempDir;
@@ -43,8 +44,7 @@ impl Gateway {
             std::fs::create_dir(dir.path().join(name))?;
         }
         std::fs::create_dir(dir.path().join("objects").join(bucket))?;
-        // Nobody else takes the port in the moment until the gateway has it.
-        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let address = SocketAddr::from(([127, 0, 0, 1], next_port()));
         let server = Command::new(program)
             .args(["--port", &address.to_string(), "--quiet"])
             .args(options)
@@ -55,8 +55,13 @@ impl Gateway {
             .stderr(Stdio::null())
             .spawn()
             .context("start the gateway")?;
-        let gateway = Self { address, dir, server };
-        wait_for("the gateway", STARTED, || Ok(TcpStream::connect(address).ok()))?;
+        let mut gateway = Self { address, dir, server };
+        wait_for("the gateway", STARTED, || {
+            if let Some(status) = gateway.server.try_wait()? {
+                bail!("the gateway has ended at {address}: {status}");
+            }
+            Ok(TcpStream::connect(address).ok())
+        })?;
         Ok(gateway)
     }
 
@@ -64,6 +69,14 @@ impl Gateway {
     pub fn file(&self, path: &str) -> PathBuf {
         self.dir.path().join("objects").join(path)
     }
+}
+
+/// A port that no other gateway of this program has, and that the kernel gives nobody who asks for any: one
+/// that was free a moment ago may be a proxy's by the time the gateway has started.
+fn next_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let own = u16::try_from(std::process::id() % 300).unwrap_or_default();
+    20_000 + own * 40 + NEXT.fetch_add(1, Ordering::Relaxed) % 40
 }
 
 impl Drop for Gateway {

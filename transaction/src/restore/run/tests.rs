@@ -67,11 +67,12 @@ impl FrontEnd for Client<'_> {
     fn attach(&mut self, _: &mut Command) {
         self.call("attach").unwrap();
         let task = self.stub.scratch.spawn(self.reaper, "", "exec sleep 1000");
+        // The runtime starts after this: what it restores is in the cgroup, also when it fails.
+        self.stub.scratch.wait_all_entered();
         fs::write(self.pid_file(), task.pid().to_string()).unwrap();
     }
 
     async fn connect(&mut self) -> Result<(), ClientError> {
-        self.stub.scratch.all_entered().await;
         if self.is_killed {
             self.stub.container.transaction.cancel();
         }
