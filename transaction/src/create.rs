@@ -106,9 +106,9 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     let Some(wish) = wish else {
         return attempt.prepare(given, &mut labels, None).await;
     };
-    let restored = attempt
-        .restore_named(&wish, &given, &mut labels, request.images)
-        .await;
+    // Boxed: of most containers nothing is restored.
+    let restored = attempt.restore_named(&wish, &given, &mut labels, request.images);
+    let restored = Box::pin(restored).await;
     let (prepared, named) = match restored {
         Ok(restored) => restored,
         Err(error) if wish.falls_back && !request.cancel.is_cancelled() => {

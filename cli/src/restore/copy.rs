@@ -6,7 +6,7 @@ use firn_oci::Spec;
 
 use super::error::RestoreError;
 use super::gpus::Mode;
-use super::made::Made;
+use super::made::Creations;
 use super::named::is_id;
 use super::unpack::unpack;
 use super::{Restored, contents, dir, gpus, into};
@@ -35,7 +35,7 @@ pub async fn restore(
         now.unwrap_or_default().as_nanos()
     );
     let containerd = plain.with_lease(&lease).await?;
-    let mut made = Made::default();
+    let mut made = Creations::default();
     let work = async {
         let index = contents::index(place, &containerd, steps).await?;
         match &args.into {
@@ -43,7 +43,7 @@ pub async fn restore(
             None => restore_new(args, mode, &index, &containerd, &mut made, steps).await,
         }
     };
-    let done = match interrupts.unless(work).await {
+    let done = match interrupts.unless(Box::pin(work)).await {
         Some(done) => done,
         None => Err(RestoreError::Interrupted {
             id: args
@@ -73,7 +73,7 @@ async fn restore_new(
     mode: &Mode,
     index: &Index,
     containerd: &Containerd,
-    made: &mut Made,
+    made: &mut Creations,
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();

@@ -147,7 +147,7 @@ pub fn usable(
 /// Checkpoints `container`. After a panic of firn's own code it is rolled back, too. The caller holds its
 /// operation lock.
 pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
-    match caught(transact(container, request, reaper)).await {
+    match caught(Box::pin(transact(container, request, reaper))).await {
         Ok(done) => done,
         Err(_) => Err(rollback_after_panic(container, reaper).await),
     }

@@ -32,7 +32,7 @@ const PROGRAMS: Duration = Duration::from_secs(30);
 /// Rolls back a checkpoint whose code has panicked, by its journal. If the rollback panics too, it is tried
 /// once more.
 pub async fn rollback_after_panic(container: &Container, reaper: &Reaper) -> CheckpointError {
-    match twice(|| try_rollback_after_panic(container, reaper)).await {
+    match twice(|| Box::pin(try_rollback_after_panic(container, reaper))).await {
         Some(error) => error,
         None => keep_suspended(container).await,
     }
@@ -41,7 +41,7 @@ pub async fn rollback_after_panic(container: &Container, reaper: &Reaper) -> Che
 /// Repeats the rollback of a suspended container. Afterwards the container runs, even if its client had
 /// paused it.
 pub async fn resume(container: &Container, reaper: &Reaper) -> Result<(), CheckpointError> {
-    match caught(try_resume(container, reaper)).await {
+    match caught(Box::pin(try_resume(container, reaper))).await {
         Ok(resumed) => resumed,
         Err(_) => Err(keep_suspended(container).await),
     }
