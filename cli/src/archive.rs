@@ -12,7 +12,7 @@ const MAX_EXTENDED: u64 = 64 << 10;
 
 /// A file of an archive: where its content begins, and its length.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct FileSpan {
     pub from: u64,
     pub length: u64,
 }
@@ -23,7 +23,7 @@ pub struct Entry {
     /// Without a `./` before it.
     pub name: String,
     pub is_file: bool,
-    pub place: Place,
+    pub place: FileSpan,
 }
 
 /// The regular file of this name directly in an archive of `size` bytes. `read` returns that many bytes from
@@ -32,7 +32,7 @@ pub async fn find<E>(
     name: &str,
     size: u64,
     read: impl AsyncFnMut(u64, u64) -> Result<Vec<u8>, E>,
-) -> Result<Option<Place>, E> {
+) -> Result<Option<FileSpan>, E> {
     let mut found = None;
     each(size, read, |entry| {
         if entry.is_file && entry.name == name {
@@ -91,7 +91,7 @@ async fn each<E>(
         let is_file = matches!(header.kind, b'0' | 0);
         let is_listed = !matches!(header.kind, b'x' | b'g');
         let name = header.name.strip_prefix("./").unwrap_or(&header.name).to_owned();
-        let place = Place { from, length };
+        let place = FileSpan { from, length };
         if is_listed && !visit(Entry { name, is_file, place }) {
             return Ok(true);
         }
@@ -151,7 +151,7 @@ mod tests {
 
     use super::*;
 
-    fn find_in(archive: &[u8], name: &str) -> (Option<Place>, u64) {
+    fn find_in(archive: &[u8], name: &str) -> (Option<FileSpan>, u64) {
         let mut total = 0;
         let read = async |from: u64, size: u64| {
             total += size;

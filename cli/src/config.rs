@@ -21,13 +21,13 @@ struct Checked<'a> {
     /// Whether it is there. If it is not, the defaults are in force.
     present: bool,
     /// Its mistakes, in the order of the lines.
-    mistakes: Vec<Shown<'a>>,
+    mistakes: Vec<MistakeReport<'a>>,
 }
 
 /// A mistake.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Shown<'a> {
+struct MistakeReport<'a> {
     /// The line, counted from 1.
     line: usize,
     /// The key, as `restore.gpu-map`; absent if the line has none.
@@ -58,7 +58,7 @@ fn check(args: &ConfigCheckArgs) -> Result<bool> {
         output::json(&Checked {
             file: &path,
             present: is_there,
-            mistakes: mistakes.iter().map(Shown::of).collect(),
+            mistakes: mistakes.iter().map(MistakeReport::of).collect(),
         })?;
     } else {
         print(&path, is_there, &mistakes);
@@ -107,7 +107,7 @@ pub fn prevented(mistake: &Mistake) -> Vec<&'static str> {
         .collect()
 }
 
-impl<'a> Shown<'a> {
+impl<'a> MistakeReport<'a> {
     fn of(mistake: &'a Mistake) -> Self {
         Self {
             line: mistake.line,

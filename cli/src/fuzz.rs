@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-use crate::archive::{Place, find, list};
+use crate::archive::{FileSpan, find, list};
 
 /// The files of an archive lie within it. What is found by its name is the first of that name in the list.
 pub fn archive(bytes: &[u8]) {
@@ -19,7 +19,7 @@ pub fn archive(bytes: &[u8]) {
         let at = |offset: u64| usize::try_from(offset.min(size)).expect("it is in the input");
         Ok::<_, Infallible>(bytes[at(from)..at(from + length)].to_vec())
     };
-    let is_within = |place: &Place| place.from.saturating_add(place.length) <= size;
+    let is_within = |place: &FileSpan| place.from.saturating_add(place.length) <= size;
     let listed = now(list(size, read));
     assert!(listed.iter().flatten().all(|entry| is_within(&entry.place)));
     // Also of one that ends early, by the name that it begins with.

@@ -13,12 +13,12 @@ use firn_host::ProblemReport;
 
 /// What was found in an image directory.
 #[derive(Default)]
-pub struct Found {
+pub struct ImageSummary {
     pub manifest: Option<Manifest>,
     pub images: Vec<ImageFile>,
 }
 
-impl Found {
+impl ImageSummary {
     pub fn bytes(&self) -> u64 {
         self.images.iter().map(|file| file.size).sum()
     }
@@ -41,7 +41,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    pub fn of(found: &Found, written: Option<u64>) -> Self {
+    pub fn of(found: &ImageSummary, written: Option<u64>) -> Self {
         let manifest = found.manifest.as_ref();
         let stored = manifest
             .and_then(|manifest| manifest.bulk.as_ref())
@@ -97,27 +97,27 @@ const MOST_BYTES: u64 = 64 << 20;
 const DRIVER: [&[u8]; 3] = [b"/libcuda.so.", b"/libnvidia-ml.so.", b"/dev/nvidia"];
 
 /// A file of an image that was left in its archive.
-pub struct Left {
+pub struct ArchivedFile {
     pub name: String,
     pub size: u64,
 }
 
 /// What a directory holds, and why the image is not complete. Of files that are not in it only the sizes are
 /// compared.
-pub fn look(dir: &Path, left: &[Left]) -> (Found, Option<ProblemReport>) {
+pub fn look(dir: &Path, left: &[ArchivedFile]) -> (ImageSummary, Option<ProblemReport>) {
     let manifest = match Manifest::read(dir) {
         Ok(manifest) => manifest,
-        Err(error) => return (Found::default(), Some(error.into())),
+        Err(error) => return (ImageSummary::default(), Some(error.into())),
     };
     if let Some(manifest) = manifest {
         let failure = compare(&manifest, dir, left).err().map(ProblemReport::from);
         let images = manifest.images.clone();
         let manifest = Some(manifest);
-        return (Found { manifest, images }, failure);
+        return (ImageSummary { manifest, images }, failure);
     }
     let mut images = match describe_images(dir, &AtomicBool::new(false)) {
         Ok(images) => images,
-        Err(error) => return (Found::default(), Some(error.into())),
+        Err(error) => return (ImageSummary::default(), Some(error.into())),
     };
     // firn writes the manifest last, for every container with NVIDIA GPUs.
     let failure = names_driver(dir, &images).then(|| ManifestError::Missing { dir: dir.to_owned() }.into());
@@ -130,13 +130,13 @@ pub fn look(dir: &Path, left: &[Left]) -> (Found, Option<ProblemReport>) {
     });
     images.extend(unread);
     let manifest = None;
-    (Found { manifest, images }, failure)
+    (ImageSummary { manifest, images }, failure)
 }
 
-fn compare(manifest: &Manifest, dir: &Path, left: &[Left]) -> Result<(), ImageError> {
+fn compare(manifest: &Manifest, dir: &Path, left: &[ArchivedFile]) -> Result<(), ImageError> {
     let path = |name: &String| dir.join(name);
     let mut here = manifest.clone();
-    for Left { name, size } in left {
+    for ArchivedFile { name, size } in left {
         let Some(at) = here.images.iter().position(|file| file.name == *name) else {
             if is_of_image(name) {
                 return Err(ImageError::Added { path: path(name) });

@@ -51,7 +51,7 @@ struct NoSpec {
 }
 
 /// What is to be planned: the spec of a container, and its checkpoint.
-struct Planned {
+struct PlanSubject {
     spec: Spec,
     manifest: Option<Manifest>,
     /// What relative paths of the spec begin at.
@@ -126,7 +126,7 @@ fn decide(args: &PlanArgs, config: &Config) -> Result<Result<Accepted, ProblemRe
         .as_deref()
         .map(program::read_inventory)
         .transpose()?;
-    let Planned {
+    let PlanSubject {
         spec,
         manifest,
         bundle,
@@ -217,7 +217,7 @@ pub fn find_mounts(
 }
 
 /// The outer error: what the subject is could not be found out.
-fn subject(args: &PlanArgs, config: &Config) -> Result<Result<Planned, ProblemReport>> {
+fn subject(args: &PlanArgs, config: &Config) -> Result<Result<PlanSubject, ProblemReport>> {
     let given = args.spec.as_deref().map(Spec::load_file).transpose();
     let given = match given.map_err(ProblemReport::from) {
         Ok(given) => given,
@@ -227,7 +227,7 @@ fn subject(args: &PlanArgs, config: &Config) -> Result<Result<Planned, ProblemRe
     match Subject::of(&args.subject) {
         Subject::Container(bundle) => {
             let planned = container(&bundle, config)?;
-            Ok(planned.map(|planned| Planned {
+            Ok(planned.map(|planned| PlanSubject {
                 spec: given.unwrap_or(planned.spec),
                 ..planned
             }))
@@ -239,7 +239,11 @@ fn subject(args: &PlanArgs, config: &Config) -> Result<Result<Planned, ProblemRe
     }
 }
 
-fn checkpoint(view: View, given: Option<Spec>, of_file: Option<PathBuf>) -> Result<Planned, ProblemReport> {
+fn checkpoint(
+    view: View,
+    given: Option<Spec>,
+    of_file: Option<PathBuf>,
+) -> Result<PlanSubject, ProblemReport> {
     let spec = given.or_else(|| view.spec.clone());
     let spec = spec.ok_or_else(|| NoSpec {
         what: view.what.clone(),
@@ -248,7 +252,7 @@ fn checkpoint(view: View, given: Option<Spec>, of_file: Option<PathBuf>) -> Resu
     if let (Some(_), (_, Some(failure))) = (&manifest, view.look()) {
         return Err(failure);
     }
-    Ok(Planned {
+    Ok(PlanSubject {
         spec,
         manifest,
         bundle: of_file.unwrap_or_else(|| view.dir.clone()),
@@ -257,7 +261,7 @@ fn checkpoint(view: View, given: Option<Spec>, of_file: Option<PathBuf>) -> Resu
 }
 
 /// A running container, with the manifest that a checkpoint of it would have, as far as a plan needs it.
-fn container(bundle: &Path, config: &Config) -> Result<Result<Planned, ProblemReport>> {
+fn container(bundle: &Path, config: &Config) -> Result<Result<PlanSubject, ProblemReport>> {
     let spec = match Spec::load(bundle) {
         Ok(spec) => spec,
         Err(error) => return Ok(Err(error.into())),
@@ -271,7 +275,7 @@ fn container(bundle: &Path, config: &Config) -> Result<Result<Planned, ProblemRe
     } else {
         None
     };
-    Ok(Ok(Planned {
+    Ok(Ok(PlanSubject {
         spec,
         manifest,
         bundle: bundle.to_owned(),

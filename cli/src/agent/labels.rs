@@ -33,12 +33,12 @@ const REMAPS: u32 = 580;
 /// The labels of the node that are known; absent are those of GPUs where the node has none.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Shown<'a>(
+struct NodeLabels<'a>(
     /// The value of each label, by the label's name.
     &'a BTreeMap<&'static str, String>,
 );
 
-printed! { Shown<'_>: "labels" }
+printed! { NodeLabels<'_>: "labels" }
 
 pub fn run(args: &LabelsArgs) -> Result<bool> {
     install::enter(&args.root)?;
@@ -50,7 +50,7 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     let inventory = program::inventory(&config).ok();
     let labels = of(inventory.as_ref());
     if args.json {
-        output::json(&Shown(&labels))?
+        output::json(&NodeLabels(&labels))?
     } else {
         labels.iter().for_each(|(key, value)| verbatim!("{key}={value}"))
     }

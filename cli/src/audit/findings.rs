@@ -10,7 +10,7 @@ use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
 
 use super::subject::Unready;
-use super::{Planned, Verdict};
+use super::{TargetPlan, Verdict};
 use crate::text;
 
 /// How sure a signal is.
@@ -337,7 +337,7 @@ impl Signals {
         topology: &Topology,
         driver: &str,
         target: &Inventory,
-    ) -> Option<Planned> {
+    ) -> Option<TargetPlan> {
         let whole: Vec<Gpu> = target.gpus.iter().filter(|gpu| !gpu.mig).cloned().collect();
         let plan = plan(&PlanRequest {
             source,
@@ -356,7 +356,7 @@ impl Signals {
         );
         let plan = plan.ok()?;
         signal.detail = format!("driver {}, {} GPUs", target.driver_version, target.gpus.len());
-        Some(Planned {
+        Some(TargetPlan {
             warnings: plan.warnings.iter().map(ToString::to_string).collect(),
             map: plan.map,
         })

@@ -70,7 +70,7 @@ struct Report {
     /// What was looked for, and what was found.
     signals: Vec<Signal>,
     /// The GPUs on which it would be restored; absent if there is no target, no GPU, or no place for it.
-    plan: Option<Planned>,
+    plan: Option<TargetPlan>,
 }
 
 printed! { Report: "audit" }
@@ -78,7 +78,7 @@ printed! { Report: "audit" }
 /// The GPUs on which a workload would be restored.
 #[derive(Debug, Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Planned {
+struct TargetPlan {
     /// A pair for every GPU of the source.
     map: GpuMap,
     /// What a restore with this map does not keep, for people.

@@ -14,7 +14,7 @@ use firn_host::ProblemReport;
 /// What the node's CDI files describe.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Listed<'a> {
+struct DeviceList<'a> {
     /// The devices, in the order of their names.
     devices: Vec<Device<'a>>,
     /// Files that cannot be used.
@@ -41,7 +41,7 @@ struct Broken<'a> {
     error: String,
 }
 
-printed! { Listed<'_>: "cdi list" }
+printed! { DeviceList<'_>: "cdi list" }
 
 /// True: every file can be used and no device is described twice.
 pub fn run(args: &CdiListArgs) -> Result<bool> {
@@ -49,7 +49,7 @@ pub fn run(args: &CdiListArgs) -> Result<bool> {
     let registry = Registry::read(&config.create.cdi_dirs);
     let conflicts = registry.devices().any(|(_, files)| files.len() > 1);
     if args.json {
-        output::json(&Listed::of(&registry))?;
+        output::json(&DeviceList::of(&registry))?;
     } else {
         print(&registry);
     }
@@ -72,7 +72,7 @@ fn print(registry: &Registry) {
     }
 }
 
-impl<'a> Listed<'a> {
+impl<'a> DeviceList<'a> {
     fn of(registry: &'a Registry) -> Self {
         let devices = registry.devices().map(|(name, files)| Device {
             name: name.to_string(),

@@ -19,7 +19,7 @@ use serde::Serialize;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod_call::PodCall;
-pub use source::{Found as SourceFound, OPTIONS, Source};
+pub use source::{Candidate, OPTIONS, Source};
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};
@@ -35,17 +35,17 @@ use target::Target;
 #[derive(Serialize)]
 #[serde(untagged)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-enum Printed<'a> {
-    Container(Done<'a>),
-    Pod(pod::Done<'a>),
+enum CheckpointOutput<'a> {
+    Container(ContainerCheckpoint<'a>),
+    Pod(pod::PodCheckpoints<'a>),
 }
 
-printed! { Printed<'_>: "checkpoint" }
+printed! { CheckpointOutput<'_>: "checkpoint" }
 
 /// A container was checkpointed.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Done<'a> {
+struct ContainerCheckpoint<'a> {
     /// Id of the container.
     container: &'a str,
     /// containerd's namespace of the container.
@@ -68,7 +68,7 @@ struct Done<'a> {
 }
 
 /// A checkpoint.
-struct Made {
+struct NewCheckpoint {
     /// Id of the container.
     id: String,
     bytes: u64,
@@ -98,11 +98,17 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
     }
 }
 
-fn print(args: &CheckpointArgs, place: &Place, made: Made, begun: Instant, steps: &Steps) -> Result<()> {
+fn print(
+    args: &CheckpointArgs,
+    place: &Place,
+    made: NewCheckpoint,
+    begun: Instant,
+    steps: &Steps,
+) -> Result<()> {
     let (took, shown) = (begun.elapsed(), place.shown());
-    let Made { id, bytes, memory } = made;
+    let NewCheckpoint { id, bytes, memory } = made;
     if args.json {
-        return output::json(&Printed::Container(Done {
+        return output::json(&CheckpointOutput::Container(ContainerCheckpoint {
             container: &id,
             namespace: args.namespace(),
             kind: place.kind(),
@@ -170,7 +176,7 @@ async fn pinned(manifest: Option<Manifest>) -> Option<InStore> {
 
 /// Order matters: what is in the way is found before the container stands still.
 async fn begin(
-    found: SourceFound,
+    found: Candidate,
     containerd: &Containerd,
     place: &Place,
 ) -> Result<(Source, Target), CheckpointError> {
@@ -188,7 +194,7 @@ async fn checkpoint(
     args: &CheckpointArgs,
     place: &Place,
     steps: &mut Steps,
-) -> Result<Made, CheckpointError> {
+) -> Result<NewCheckpoint, CheckpointError> {
     let namespace = args.namespace();
     let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
     let found = Source::find(&containerd, namespace, &args.container).await?;
@@ -240,7 +246,7 @@ async fn checkpoint(
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }
     match (done, ended) {
-        (done, Ok(())) => done.map(|bytes| Made { id, bytes, memory }),
+        (done, Ok(())) => done.map(|bytes| NewCheckpoint { id, bytes, memory }),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {
             note!("firn: {}", error.shown());

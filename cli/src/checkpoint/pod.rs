@@ -21,7 +21,7 @@ use crate::output::{self, line, note};
 use crate::stored::InStore;
 use crate::text;
 
-use super::{Interrupts, PodCall, Printed};
+use super::{CheckpointOutput, Interrupts, PodCall};
 use crate::args::checkpoint::CheckpointArgs;
 
 /// The label that containerd's CRI gives containers of pods.
@@ -67,7 +67,7 @@ enum PodError {
 /// The containers of a pod were checkpointed.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Done<'a> {
+pub struct PodCheckpoints<'a> {
     /// Namespace and name of the pod, as `default/train`.
     pod: &'a str,
     /// The image directory of each container, by the container's name in the pod.
@@ -91,7 +91,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
             });
             let memory = memory.collect();
             if args.json {
-                output::json(&Printed::Pod(Done {
+                output::json(&CheckpointOutput::Pod(PodCheckpoints {
                     pod,
                     images: &images,
                     memory: &memory,
@@ -127,7 +127,7 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
         path: args.container.clone().into(),
         source,
     })?;
-    let mut made = Made(Vec::new());
+    let mut made = NewDirs(Vec::new());
     if !dir.is_dir() {
         made.directory(&dir)?;
     }
@@ -220,9 +220,9 @@ fn annotations(container: &Container) -> BTreeMap<String, String> {
 }
 
 /// Directories that are removed again, if there are no checkpoints in them.
-struct Made(Vec<PathBuf>);
+struct NewDirs(Vec<PathBuf>);
 
-impl Made {
+impl NewDirs {
     /// Makes a directory for root alone.
     fn directory(&mut self, path: &Path) -> Result<(), PodError> {
         let made = DirBuilder::new().mode(0o700).create(path);
@@ -245,7 +245,7 @@ impl Made {
     }
 }
 
-impl Drop for Made {
+impl Drop for NewDirs {
     fn drop(&mut self) {
         for path in self.0.iter().rev() {
             // One that is not empty stays for whoever looks.

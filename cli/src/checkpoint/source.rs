@@ -77,7 +77,7 @@ impl Source {
         containerd: &Containerd,
         namespace: &str,
         word: &str,
-    ) -> Result<Found, CheckpointError> {
+    ) -> Result<Candidate, CheckpointError> {
         let namespace = namespace.to_owned();
         let container = match <[Container; 1]>::try_from(containerd.called(word).await?) {
             Ok([container]) => container,
@@ -99,7 +99,7 @@ impl Source {
             return Err(CheckpointError::Busy { id });
         };
         match containerd.task(&id).await? {
-            Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Found {
+            Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Candidate {
                 container,
                 namespace,
                 pid: task.pid,
@@ -323,7 +323,7 @@ impl Source {
 }
 
 /// A container that can be checkpointed, by what containerd knows of it.
-pub struct Found {
+pub struct Candidate {
     pub container: Container,
     pub namespace: String,
     pid: u32,
@@ -331,7 +331,7 @@ pub struct Found {
     alone: Alone,
 }
 
-impl Found {
+impl Candidate {
     /// A checkpoint image names the image and the snapshotter of its container.
     pub fn expect_base(&self) -> Result<(), CheckpointError> {
         if self.container.image.is_empty() || self.container.snapshot_key.is_empty() {

@@ -31,7 +31,7 @@ struct Commit {
 
 /// Names a snapshot, to look at it or to remove it.
 #[derive(Clone, PartialEq, Message)]
-struct Named {
+struct SnapshotName {
     #[prost(string, tag = "1")]
     snapshotter: String,
     #[prost(string, tag = "2")]
@@ -90,8 +90,8 @@ pub struct Snapshot<'a> {
 }
 
 impl Snapshot<'_> {
-    fn named(self) -> Named {
-        Named {
+    fn named(self) -> SnapshotName {
+        SnapshotName {
             snapshotter: self.snapshotter.to_owned(),
             key: self.key.to_owned(),
         }

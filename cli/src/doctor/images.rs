@@ -18,14 +18,14 @@ pub fn checks(config: &Config, socket: &Path) -> Vec<Check> {
 }
 
 /// A leftover image.
-struct Left {
+struct LeftoverImage {
     path: PathBuf,
     bytes: u64,
     age: Duration,
     is_open: bool,
 }
 
-impl Left {
+impl LeftoverImage {
     /// The image in a directory, if there is one.
     fn of(found: &Leftover) -> Option<Self> {
         let (mut bytes, mut is_image, mut is_readable) = (0, false, false);
@@ -73,13 +73,15 @@ fn age(age: Duration) -> String {
 
 fn images(directories: impl Iterator<Item = Leftover>) -> Check {
     const NAME: &str = "images";
-    let left: Vec<Left> = directories.filter_map(|found| Left::of(&found)).collect();
+    let left: Vec<LeftoverImage> = directories
+        .filter_map(|found| LeftoverImage::of(&found))
+        .collect();
     if left.is_empty() {
         return Check::ok(NAME, "none left by containerd, none rescued");
     }
     let total: u64 = left.iter().map(|left| left.bytes).sum();
     let mut found = vec![format!("{} left, {}", left.len(), text::bytes(total))];
-    found.extend(left.iter().map(Left::line));
+    found.extend(left.iter().map(LeftoverImage::line));
     Check::warn(
         NAME,
         found.join("; "),

@@ -33,7 +33,7 @@ const SOCKETS: &str = "s";
 const KEEPERS: [&str; 3] = ["containerd-shim", "conmon", "firn-runc"];
 
 /// Something that is left, and how it is removed.
-struct Left {
+struct Remnant {
     what: String,
     fix: Fix,
 }
@@ -79,7 +79,7 @@ fn unread(state: &Path, error: &io::Error) -> Check {
     Check::warn(NAME, found, "see `dmesg`, and the owners of these directories")
 }
 
-impl Left {
+impl Remnant {
     fn into_check(self, fix: bool) -> Check {
         if !fix {
             return Check::warn(NAME, self.what, "`firn doctor --fix`");
@@ -166,14 +166,14 @@ fn is_living(record: &Record) -> bool {
 }
 
 /// A transaction whose shim was killed, and whose clean-up has not been done.
-fn journal(bundle: &Path) -> Option<Left> {
+fn journal(bundle: &Path) -> Option<Remnant> {
     let record = Record::read(bundle).ok()??;
     if is_living(&record) || has_program(bundle) {
         return None;
     }
     let phase = record.phase.map_or("begin", |phase| phase.name());
     let (name, operation) = (name_of(bundle), record.begin.op);
-    Some(Left {
+    Some(Remnant {
         what: format!("{operation} of {name} ended in {phase} with its shim, and was not cleaned up"),
         fix: Fix::Recover(bundle.to_owned()),
     })
@@ -196,9 +196,9 @@ fn suspended(bundle: &Path) -> Option<Check> {
 }
 
 /// A container of firn that is frozen, and whose shim has ended.
-fn frozen(bundle: &Path) -> Option<Left> {
+fn frozen(bundle: &Path) -> Option<Remnant> {
     let (pid, _) = orphan(bundle)?;
-    Some(Left {
+    Some(Remnant {
         what: format!(
             "{} is frozen (pid {pid}), and its shim has ended: nobody can resume it",
             name_of(bundle)
@@ -240,7 +240,7 @@ fn orphan(bundle: &Path) -> Option<(i32, Cgroup)> {
 const PARENT: usize = 1;
 
 /// What a killed CRIU has mounted and made. While any CRIU runs, it may be that one's.
-fn criu(temporary: &Path) -> Vec<Left> {
+fn criu(temporary: &Path) -> Vec<Remnant> {
     let mounts = mountinfo::mounted().unwrap_or_default();
     let is_own = |path: &Path| {
         let name = path.file_name().unwrap_or_default().as_bytes();
@@ -250,8 +250,8 @@ fn criu(temporary: &Path) -> Vec<Left> {
         .iter()
         .map(|mount| &mount.mount_point)
         .filter(|path| is_own(path));
-    let mut left: Vec<Left> = mounted
-        .map(|path| Left {
+    let mut left: Vec<Remnant> = mounted
+        .map(|path| Remnant {
             what: format!("{} is mounted, by a CRIU that was killed", path.display()),
             fix: Fix::Unmount(path.clone()),
         })
@@ -268,7 +268,7 @@ fn criu(temporary: &Path) -> Vec<Left> {
     let empty = |path: &PathBuf| fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
     let roots =
         entries.filter(|path| is_root(path) && empty(path) && !mountinfo::is_mount_point(&mounts, path));
-    left.extend(roots.map(|path| Left {
+    left.extend(roots.map(|path| Remnant {
         what: format!("{} is empty, and of a CRIU that was killed", path.display()),
         fix: Fix::Directory(path),
     }));
@@ -281,7 +281,7 @@ fn criu(temporary: &Path) -> Vec<Left> {
 }
 
 /// Directories of `firn restore` that was killed: `ID-PID`.
-fn directories(parent: &Path) -> Vec<Left> {
+fn directories(parent: &Path) -> Vec<Remnant> {
     let entries = fs::read_dir(parent)
         .into_iter()
         .flatten()
@@ -293,7 +293,7 @@ fn directories(parent: &Path) -> Vec<Left> {
         pid.is_some_and(|pid: i32| procfs::comm(pid) != "firn") && path.is_dir()
     };
     let left = entries.filter(is_left);
-    left.map(|path| Left {
+    left.map(|path| Remnant {
         what: format!("{} is of a `firn` that was killed", path.display()),
         fix: Fix::Tree(path),
     })
@@ -301,7 +301,7 @@ fn directories(parent: &Path) -> Vec<Left> {
 }
 
 /// Sockets of shims that have ended.
-fn sockets(dir: &Path) -> Vec<Left> {
+fn sockets(dir: &Path) -> Vec<Remnant> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let is_old = |entry: &fs::DirEntry| {
         let changed = entry.metadata().and_then(|meta| meta.modified()).ok();
@@ -313,7 +313,7 @@ fn sockets(dir: &Path) -> Vec<Left> {
         UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
     };
     let dead = entries.filter(is_old).map(|entry| entry.path()).filter(refuses);
-    dead.map(|path| Left {
+    dead.map(|path| Remnant {
         what: format!("{} is the socket of a shim that has ended", path.display()),
         fix: Fix::File(path),
     })
@@ -321,7 +321,7 @@ fn sockets(dir: &Path) -> Vec<Left> {
 }
 
 /// Transactions of firn-runc that nobody works on: their files can be locked.
-fn of_runc(dir: &Path) -> Vec<Left> {
+fn of_runc(dir: &Path) -> Vec<Remnant> {
     let mut left = Vec::new();
     let mut open = vec![dir.to_owned()];
     while let Some(at) = open.pop() {
@@ -345,7 +345,7 @@ fn of_runc(dir: &Path) -> Vec<Left> {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            left.push(Left {
+            left.push(Remnant {
                 what: format!("firn-runc was killed in a transaction of {id}, or {id} is suspended"),
                 fix: Fix::Runc(format!("/{root}"), id),
             });

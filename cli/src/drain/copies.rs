@@ -41,7 +41,7 @@ const NAME: &str = "mv -T \"$2\" \"$1\" || rm -rf \"$2\"; sync \"${1%/*}\"";
 
 /// The kubelet's answer to a checkpoint.
 #[derive(Debug, Deserialize)]
-struct Made {
+struct KubeletAnswer {
     items: Vec<String>,
 }
 
@@ -103,7 +103,8 @@ impl Drain {
         // A kubelet that answers does so before.
         let limit = (seconds + 30).to_string();
         let answer = self.on(&self.from, CALL_KUBELET, &[&path, &limit])?;
-        let made: Option<Made> = whole::body(&answer).and_then(|body| serde_json::from_str(body).ok());
+        let made: Option<KubeletAnswer> =
+            whole::body(&answer).and_then(|body| serde_json::from_str(body).ok());
         let archive = made.and_then(|made| made.items.into_iter().next());
         let name = archive.as_deref().and_then(|archive| archive.rsplit('/').next());
         match name {

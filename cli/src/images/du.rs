@@ -27,7 +27,7 @@ struct Share<'a> {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Usage<'a> {
     /// One for each checkpoint, the oldest first.
-    checkpoints: Vec<Shown<'a>>,
+    checkpoints: Vec<CheckpointShare<'a>>,
     /// The sums of their sizes by class.
     sizes: Sizes,
     /// The sum of their sizes in bytes.
@@ -39,7 +39,7 @@ struct Usage<'a> {
 /// A checkpoint's share.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Shown<'a> {
+struct CheckpointShare<'a> {
     /// The image, or the directory.
     name: &'a str,
     /// Namespace of containerd, or of Kubernetes; absent for what is left.
@@ -136,7 +136,7 @@ fn once(found: &[Checkpoint], users: &BTreeMap<&str, u32>) -> u64 {
 }
 
 impl Share<'_> {
-    fn shown(&self) -> Shown<'_> {
+    fn shown(&self) -> CheckpointShare<'_> {
         let Checkpoint {
             name,
             namespace,
@@ -144,7 +144,7 @@ impl Share<'_> {
             sizes,
             ..
         } = self.checkpoint;
-        Shown {
+        CheckpointShare {
             name,
             namespace: text::some(namespace),
             kind: *kind,

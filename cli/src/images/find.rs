@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::args::Common;
 use crate::containerd::{CallError, Containerd, Image, block_on};
-use crate::image::{self, Found, Sizes};
+use crate::image::{self, ImageSummary, Sizes};
 use crate::leftovers::{self, Leftover};
 use crate::oci_image::{self, ImageError, Index, Part, media};
 use crate::output::note;
@@ -62,7 +62,7 @@ pub struct Checkpoint {
 /// A checkpoint.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Shown<'a> {
+pub struct CheckpointRow<'a> {
     /// The image, or the directory.
     name: &'a str,
     /// Where it is.
@@ -95,10 +95,10 @@ pub struct Shown<'a> {
 }
 
 impl Checkpoint {
-    pub fn shown(&self) -> Shown<'_> {
+    pub fn shown(&self) -> CheckpointRow<'_> {
         let manifest = self.manifest.as_ref();
         let origin = manifest.and_then(|manifest| manifest.origin.as_ref());
-        Shown {
+        CheckpointRow {
             name: &self.name,
             kind: self.kind,
             namespace: text::some(&self.namespace),
@@ -237,7 +237,7 @@ fn sizes(checkpoint: &Checkpoint, written: Option<u64>) -> Sizes {
         .iter()
         .flat_map(|manifest| manifest.images.clone())
         .collect();
-    Sizes::of(&Found { manifest, images }, written)
+    Sizes::of(&ImageSummary { manifest, images }, written)
 }
 
 fn bytes_in(dir: &Path) -> u64 {

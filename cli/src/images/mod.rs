@@ -19,7 +19,7 @@ use find::Checkpoint;
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Checkpoints<'a> {
     /// One for each, the oldest first.
-    checkpoints: Vec<find::Shown<'a>>,
+    checkpoints: Vec<find::CheckpointRow<'a>>,
 }
 
 printed! { Checkpoints<'_>: "images ls" }

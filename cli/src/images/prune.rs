@@ -76,7 +76,7 @@ struct Pruned<'a> {
     /// Whether nothing was removed: --dry-run.
     dry_run: bool,
     /// The checkpoints that were removed, or would be.
-    removed: Vec<find::Shown<'a>>,
+    removed: Vec<find::CheckpointRow<'a>>,
     /// Those that were kept although they are old enough, or could not be removed.
     kept: Vec<Kept<'a>>,
     /// The size of those that were removed, in bytes.

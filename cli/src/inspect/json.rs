@@ -10,7 +10,7 @@ use firn_image::manifest::{
 };
 use serde::Serialize;
 
-use super::processes::Shown as Process;
+use super::processes::ProcessRow;
 use crate::image::Sizes;
 use crate::output::printed;
 use crate::text::{some, utc};
@@ -22,7 +22,7 @@ pub struct Checkpoint<'a> {
     /// What was looked at, for people.
     pub what: &'a str,
     /// What firn has written about it; absent if it was not made by firn, or if its manifest is damaged.
-    pub manifest: Option<Shown<'a>>,
+    pub manifest: Option<ManifestReport<'a>>,
     /// CRIU's files. Empty for a damaged checkpoint.
     pub images: &'a [ImageFile],
     /// Its size by class.
@@ -34,7 +34,7 @@ pub struct Checkpoint<'a> {
     /// Why it is not whole; absent if it is.
     pub failure: Option<&'a ProblemReport>,
     /// The processes, parents first; absent without --processes.
-    pub processes: Option<Vec<Process<'a>>>,
+    pub processes: Option<Vec<ProcessRow<'a>>>,
 }
 
 printed! { Checkpoint<'_>: "inspect" }
@@ -42,7 +42,7 @@ printed! { Checkpoint<'_>: "inspect" }
 /// The manifest of a checkpoint.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Shown<'a> {
+pub struct ManifestReport<'a> {
     /// Random id of the checkpoint; absent in images of older versions.
     checkpoint: Option<&'a str>,
     /// Where it comes from; absent in images of older versions.
@@ -108,7 +108,7 @@ struct Versions<'a> {
     kernel: Option<&'a str>,
 }
 
-impl<'a> Shown<'a> {
+impl<'a> ManifestReport<'a> {
     pub fn of(manifest: &'a Manifest) -> Self {
         let versions = &manifest.versions;
         Self {

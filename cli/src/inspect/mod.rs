@@ -8,7 +8,7 @@ use firn_host::ProblemReport;
 use firn_image::manifest::{Manifest, Origin, StoredMemory};
 
 use crate::args::InspectArgs;
-use crate::image::{Found, Sizes};
+use crate::image::{ImageSummary, Sizes};
 use crate::output::{self, Tone, line, toned};
 use crate::text;
 use crate::view::{Subject, View};
@@ -37,7 +37,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
     if args.json {
         output::json(&json::Checkpoint {
             what: &view.what,
-            manifest: found.manifest.as_ref().map(json::Shown::of),
+            manifest: found.manifest.as_ref().map(json::ManifestReport::of),
             images: &found.images,
             sizes,
             image: image_name(&view, &found),
@@ -52,7 +52,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
 }
 
 /// Name of the image that the container began with.
-fn image_name<'a>(view: &'a View, found: &'a Found) -> Option<&'a str> {
+fn image_name<'a>(view: &'a View, found: &'a ImageSummary) -> Option<&'a str> {
     let of_index = view.index.as_ref().map(|index| index.base());
     let origin = found
         .manifest
@@ -67,7 +67,7 @@ fn image_name<'a>(view: &'a View, found: &'a Found) -> Option<&'a str> {
 
 fn show(
     view: &View,
-    found: &Found,
+    found: &ImageSummary,
     sizes: &Sizes,
     tree: Option<Tree>,
     failure: Option<&ProblemReport>,
@@ -124,7 +124,7 @@ fn print_sizes(sizes: &Sizes) {
     line!("size       {}: {}", text::bytes(sizes.all()), named.join(", "));
 }
 
-fn print(found: &Found, is_verbose: bool) {
+fn print(found: &ImageSummary, is_verbose: bool) {
     match &found.manifest {
         Some(manifest) => print_manifest(manifest, is_verbose),
         None => {

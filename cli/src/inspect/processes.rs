@@ -23,7 +23,7 @@ pub struct Tree {
 /// A process of a checkpoint.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Shown<'a> {
+pub struct ProcessRow<'a> {
     /// Its pid in the container.
     pid: u32,
     /// Pid of its parent in the container; 0 if that is not in the checkpoint.
@@ -48,9 +48,9 @@ impl Tree {
         })
     }
 
-    pub fn shown(&self) -> Vec<Shown<'_>> {
+    pub fn shown(&self) -> Vec<ProcessRow<'_>> {
         let all = self.all.iter();
-        all.map(|process| Shown {
+        all.map(|process| ProcessRow {
             pid: process.pid,
             parent: process.parent,
             threads: process.threads,

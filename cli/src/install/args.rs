@@ -20,7 +20,7 @@ pub struct InstallArgs {
     #[arg(long, value_name = "DIR")]
     pub from: Option<PathBuf>,
     #[command(flatten)]
-    pub place: Place,
+    pub place: Destination,
     /// Add the runtime handler to containerd's configuration.
     #[arg(long)]
     pub containerd: bool,
@@ -37,7 +37,7 @@ pub struct InstallArgs {
 )]
 pub struct UninstallArgs {
     #[command(flatten)]
-    pub place: Place,
+    pub place: Destination,
     /// Wait until no container runs under firn.
     #[arg(long)]
     pub wait: bool,
@@ -45,7 +45,7 @@ pub struct UninstallArgs {
 
 /// Where firn is installed.
 #[derive(Debug, clap::Args)]
-pub struct Place {
+pub struct Destination {
     /// Root directory of the node: for a container that has the node's file system.
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub root: PathBuf,
@@ -67,7 +67,7 @@ pub struct Place {
     pub json: bool,
 }
 
-impl Place {
+impl Destination {
     /// Below which the programs are, or will be. `own` is this program.
     pub fn prefix(&self, own: &Path) -> PathBuf {
         let default = || {

@@ -17,7 +17,7 @@ use firn_host::{UnlessAbsent, atomic_file};
 use toml::Value;
 
 use super::error::InstallError;
-use super::{Change, Done};
+use super::{Change, ChangedFile};
 use crate::program;
 
 const V2: &str = include_str!("../../../config/containerd/config-v2.toml");
@@ -129,7 +129,7 @@ impl Configuration {
     }
 
     /// Adds the handler, for the shim below this prefix. Also returns what was there.
-    pub fn add(&self, prefix: &Path, dry_run: bool) -> Result<(Done, Former), InstallError> {
+    pub fn add(&self, prefix: &Path, dry_run: bool) -> Result<(ChangedFile, Former), InstallError> {
         let was = self.all()?;
         let Plan {
             path,
@@ -141,7 +141,7 @@ impl Configuration {
             (true, _) | (_, Change::Unchanged) => Former::default(),
             _ => self.change(was, &path, before, &after)?,
         };
-        Ok((Done { path, change }, former))
+        Ok((ChangedFile { path, change }, former))
     }
 
     /// What adding the handler would do to a configuration that containerd completes to this one.
@@ -194,7 +194,7 @@ impl Configuration {
     }
 
     /// Removes what [`Configuration::add`] has added.
-    pub fn remove(&self, dry_run: bool) -> Result<Option<Done>, InstallError> {
+    pub fn remove(&self, dry_run: bool) -> Result<Option<ChangedFile>, InstallError> {
         let files = [self.own_file(), Some(self.path.clone())];
         for path in files.into_iter().flatten() {
             let text =
@@ -215,7 +215,7 @@ impl Configuration {
                 }
                 (false, false) => write(&path, &without)?,
             }
-            return Ok(Some(Done {
+            return Ok(Some(ChangedFile {
                 path,
                 change: Change::Removed,
             }));

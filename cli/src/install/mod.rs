@@ -19,7 +19,7 @@ use serde::Serialize;
 pub use self::daemon::is_older_than;
 pub use self::handler::runtimes;
 
-use self::args::{InstallArgs, PACKAGED, Place, UninstallArgs};
+use self::args::{Destination, InstallArgs, PACKAGED, UninstallArgs};
 use self::error::InstallError;
 use self::handler::Configuration;
 use self::programs::Release;
@@ -54,7 +54,7 @@ impl Change {
 /// A file, and what became of it.
 #[derive(Debug, Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Done {
+pub struct ChangedFile {
     /// Its path on the node.
     pub path: PathBuf,
     /// What became of it, or would with --dry-run.
@@ -66,10 +66,10 @@ pub struct Done {
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Report {
     /// firn's programs. Empty for a package, whose programs are the package manager's.
-    programs: Vec<Done>,
+    programs: Vec<ChangedFile>,
     /// The file of containerd's configuration that has the runtime handler; absent if containerd's
     /// configuration is not changed.
-    handler: Option<Done>,
+    handler: Option<ChangedFile>,
     /// Whether containerd was restarted.
     restarted: bool,
     /// Whether it has to be, for its configuration to be in force.
@@ -158,7 +158,11 @@ fn wait_for_the_last() {
 }
 
 /// Restarts containerd if its configuration is not in force, and that was asked for.
-fn finish(place: &Place, programs: Vec<Done>, handler: Option<Done>) -> Result<Report, InstallError> {
+fn finish(
+    place: &Destination,
+    programs: Vec<ChangedFile>,
+    handler: Option<ChangedFile>,
+) -> Result<Report, InstallError> {
     let changed = handler
         .as_ref()
         .is_some_and(|done| done.change != Change::Unchanged || daemon::is_older_than(&done.path));
@@ -195,7 +199,7 @@ pub fn search_path() -> OsString {
     path
 }
 
-fn show(place: &Place, done: Result<Report, InstallError>) -> Result<bool> {
+fn show(place: &Destination, done: Result<Report, InstallError>) -> Result<bool> {
     match done {
         Ok(report) if place.json => output::json(&report)?,
         Ok(report) => print(place, &report),
@@ -204,7 +208,7 @@ fn show(place: &Place, done: Result<Report, InstallError>) -> Result<bool> {
     Ok(true)
 }
 
-fn print(place: &Place, report: &Report) {
+fn print(place: &Destination, report: &Report) {
     let would = if place.dry_run { "would be " } else { "" };
     for done in report.programs.iter().chain(&report.handler) {
         let (path, word) = (done.path.display(), done.change.word());

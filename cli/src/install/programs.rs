@@ -9,7 +9,7 @@ use firn_config::names;
 use firn_host::UnlessAbsent;
 
 use super::error::InstallError;
-use super::{Change, Done};
+use super::{Change, ChangedFile};
 
 /// In the order in which they are replaced: the shim runs the ones before it, and `firn` is the last.
 pub const PROGRAMS: [&str; 6] = [
@@ -42,7 +42,7 @@ impl Release {
 
     /// Copies what differs into the directory. All copies are written before the first is renamed, so a full
     /// disk leaves the installed release as it is.
-    pub fn install(mut self, bin: &Path, dry_run: bool) -> Result<Vec<Done>, InstallError> {
+    pub fn install(mut self, bin: &Path, dry_run: bool) -> Result<Vec<ChangedFile>, InstallError> {
         let (mut done, mut copies) = (Vec::new(), Copies::default());
         if !dry_run {
             fs::create_dir_all(bin).map_err(InstallError::io("make", bin))?;
@@ -55,7 +55,7 @@ impl Release {
                     .write(file, &path)
                     .map_err(InstallError::io("write", &path))?;
             }
-            done.push(Done { path, change });
+            done.push(ChangedFile { path, change });
         }
         copies.rename()?;
         Ok(done)
@@ -130,7 +130,7 @@ impl Drop for Copies {
 }
 
 /// Removes the programs.
-pub fn remove(bin: &Path, dry_run: bool) -> Result<Vec<Done>, InstallError> {
+pub fn remove(bin: &Path, dry_run: bool) -> Result<Vec<ChangedFile>, InstallError> {
     let mut done = Vec::new();
     for name in PROGRAMS.into_iter().rev() {
         let path = bin.join(name);
@@ -139,7 +139,7 @@ pub fn remove(bin: &Path, dry_run: bool) -> Result<Vec<Done>, InstallError> {
         } else {
             io::Result::if_present(fs::remove_file(&path)).map_err(InstallError::io("remove", &path))?
         };
-        done.extend(there.map(|()| Done {
+        done.extend(there.map(|()| ChangedFile {
             path,
             change: Change::Removed,
         }));
@@ -158,7 +158,7 @@ mod tests {
         Release::open(dir).unwrap()
     }
 
-    fn changes(done: &[Done]) -> Vec<Change> {
+    fn changes(done: &[ChangedFile]) -> Vec<Change> {
         done.iter().map(|done| done.change).collect()
     }
 

@@ -53,7 +53,7 @@ pub struct Gpu {
 /// A container.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Shown<'a> {
+pub struct ContainerRow<'a> {
     /// Id of the container.
     container: &'a str,
     /// containerd's namespace of the container; `firn-runc` for a container of firn-runc.
@@ -69,7 +69,7 @@ pub struct Shown<'a> {
     /// Bytes of GPU memory that it uses, or had when its GPU state was copied; absent if it is not known.
     gpu_memory: Option<u64>,
     /// What is in progress, or was when its shim was killed; absent if there is nothing.
-    transaction: Option<transaction::Shown<'a>>,
+    transaction: Option<transaction::TransactionRow<'a>>,
     /// Why it is suspended, or killed; absent otherwise.
     reason: Option<String>,
     /// The command that lets it continue; absent if it runs, or if something is in progress.
@@ -251,8 +251,8 @@ impl Container {
         }
     }
 
-    pub fn shown(&self) -> Shown<'_> {
-        Shown {
+    pub fn shown(&self) -> ContainerRow<'_> {
+        ContainerRow {
             container: &self.id,
             namespace: &self.namespace,
             state: self.state,

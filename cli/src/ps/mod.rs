@@ -30,7 +30,7 @@ const CLEAR: &str = "\x1b[H\x1b[J";
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 pub struct Containers<'a> {
     /// One for each, in the order of namespaces and ids.
-    containers: Vec<container::Shown<'a>>,
+    containers: Vec<container::ContainerRow<'a>>,
 }
 
 printed! { Containers<'_>: "ps" }

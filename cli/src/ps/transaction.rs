@@ -43,7 +43,7 @@ pub enum State {
 /// A transaction.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-pub struct Shown<'a> {
+pub struct TransactionRow<'a> {
     /// `checkpoint`, `restore`, `pause`, `resume` or `move`.
     operation: &'a str,
     /// The phase that it is in.
@@ -152,9 +152,9 @@ impl Transaction {
         (!memory.is_empty()).then(|| memory.values().copied().fold(0, u64::saturating_add))
     }
 
-    pub fn shown(&self) -> Shown<'_> {
+    pub fn shown(&self) -> TransactionRow<'_> {
         let (copied, of) = self.copied().unzip();
-        Shown {
+        TransactionRow {
             operation: self.operation(),
             phase: self.phase(),
             state: self.state(),

@@ -30,7 +30,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::args::relocate::MoveArgs;
-use crate::checkpoint::{Interrupts, Source, SourceFound};
+use crate::checkpoint::{Candidate, Interrupts, Source};
 use crate::containerd::{CallError, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::output::{self, line, note, printed};
 use crate::steps::{Step, Steps};
@@ -42,7 +42,7 @@ use there::There;
 /// What was moved, or would be.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Done<'a> {
+struct Relocation<'a> {
     /// Id of the container on this node.
     container: &'a str,
     /// containerd's namespace of the container, on both nodes.
@@ -63,7 +63,7 @@ struct Done<'a> {
     phases: Vec<Step<'a>>,
 }
 
-printed! { Done<'_>: "move" }
+printed! { Relocation<'_>: "move" }
 
 /// True: done.
 pub fn run(args: &MoveArgs) -> Result<bool> {
@@ -90,7 +90,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
 fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {
     let (name, target, took) = (args.name(), &args.target, begun.elapsed());
     if args.json {
-        return output::json(&Done {
+        return output::json(&Relocation {
             container: &args.container,
             namespace: &args.containerd.namespace,
             to: target,
@@ -118,7 +118,7 @@ async fn connect(args: &MoveArgs) -> Result<Containerd, MoveError> {
     Ok(Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?)
 }
 
-async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
+async fn find(args: &MoveArgs) -> Result<Candidate, MoveError> {
     let containerd = connect(args).await?;
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
     found.expect_base()?;
@@ -135,7 +135,7 @@ async fn find(args: &MoveArgs) -> Result<SourceFound, MoveError> {
 /// Returns the bytes that were sent, and what the other node has answered.
 async fn moved(
     args: &MoveArgs,
-    found: SourceFound,
+    found: Candidate,
     own: Option<&(String, Vec<Gpu>)>,
     steps: &mut Steps,
 ) -> Result<(u64, Value), MoveError> {

@@ -48,13 +48,13 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
 }
 
 /// What containerd has here.
-struct Found {
+struct LocalContent {
     exists: bool,
     has_image: bool,
     task: Option<Task>,
 }
 
-async fn look(args: &RestoreArgs, image: &str) -> Result<Found, RestoreError> {
+async fn look(args: &RestoreArgs, image: &str) -> Result<LocalContent, RestoreError> {
     let at = &args.containerd;
     let containerd = Containerd::connect(&at.socket.address, &at.namespace).await?;
     let id = args.name.as_deref().unwrap_or_default();
@@ -67,7 +67,7 @@ async fn look(args: &RestoreArgs, image: &str) -> Result<Found, RestoreError> {
         Err(error) if error.is_absent() => containerd.parent_of(snapshot).await?.is_some(),
         Err(error) => return Err(error.into()),
     };
-    Ok(Found {
+    Ok(LocalContent {
         exists,
         has_image: containerd.image(image).await?.is_some(),
         task: containerd.task(id).await?,

@@ -12,7 +12,7 @@ use prost::Message;
 
 use super::STDIN;
 use super::error::RestoreError;
-use super::made::Made;
+use super::made::Creations;
 use crate::containerd::{Any, Containerd, Image, Runtime, Snapshot};
 use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
 use crate::place::Place;
@@ -64,7 +64,7 @@ pub(super) async fn spec(containerd: &Containerd, index: &Index) -> Result<(Stri
 pub(super) async fn base(
     containerd: &Containerd,
     index: &Index,
-    made: Option<&mut Made>,
+    made: Option<&mut Creations>,
 ) -> Result<BaseImage, RestoreError> {
     let name = index.base();
     let image = containerd.image(name).await?.and_then(|image| image.target);
@@ -115,7 +115,7 @@ pub(super) async fn files(
     index: &Index,
     base: &BaseImage,
     own: Snapshot<'_>,
-    made: &mut Made,
+    made: &mut Creations,
 ) -> Result<(), RestoreError> {
     let mut below = String::new();
     for layer in &base.layers {

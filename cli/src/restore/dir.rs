@@ -15,7 +15,7 @@ use prost::Message;
 use super::Restored;
 use super::error::RestoreError;
 use super::gpus::{self, Mode};
-use super::made::Made;
+use super::made::Creations;
 use super::named;
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
@@ -68,7 +68,7 @@ pub async fn restore(
         note!("restoring {id} from {} ({size})", dir.display());
     }
     let chosen = container.with_spec(spec);
-    let (mut interrupts, mut made) = (Interrupts::new()?, Made::default());
+    let (mut interrupts, mut made) = (Interrupts::new()?, Creations::default());
     let start = start_once(&containerd, &mut made, &container, &chosen, &dir, args);
     let started = match interrupts.unless(start).await {
         Some(started) => started,
@@ -98,7 +98,7 @@ fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
 /// alone, and its snapshot. A task that has ended is deleted before. What a failure leaves is in `made`.
 pub(super) async fn start_once(
     containerd: &Containerd,
-    made: &mut Made,
+    made: &mut Creations,
     container: &Container,
     chosen: &Container,
     dir: &Path,

@@ -8,7 +8,7 @@ use super::Restored;
 use super::contents;
 use super::error::RestoreError;
 use super::gpus::{self, Mode};
-use super::made::Made;
+use super::made::Creations;
 use super::unpack::unpack;
 use super::{dir, named};
 use crate::args::restore::RestoreArgs;
@@ -24,7 +24,7 @@ pub(super) async fn restore(
     index: &Index,
     word: &str,
     containerd: &Containerd,
-    made: &mut Made,
+    made: &mut Creations,
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let namespace = &args.containerd.namespace;

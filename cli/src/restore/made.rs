@@ -16,7 +16,7 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// What a restore has made, in this order.
 #[derive(Default)]
-pub(super) struct Made {
+pub(super) struct Creations {
     pub image: Option<String>,
     pub snapshot: Option<(String, String)>,
     pub container: Option<Container>,
@@ -28,7 +28,7 @@ pub(super) struct Made {
     pub replaced: Option<(String, String)>,
 }
 
-impl Made {
+impl Creations {
     /// Removes what the restore has replaced. Not to be interrupted: the container runs.
     pub async fn remove_replaced(self, containerd: &Containerd) {
         if let Some((snapshotter, key)) = &self.replaced {

@@ -54,7 +54,7 @@ impl Restored {
 /// What was restored, or would be.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Done<'a> {
+struct Restoration<'a> {
     /// Id of the container.
     container: &'a str,
     /// containerd's namespace of the container.
@@ -88,7 +88,7 @@ struct Pair<'a> {
     new: &'a str,
 }
 
-printed! { Done<'_>: "restore" }
+printed! { Restoration<'_>: "restore" }
 
 /// True: done. An error of a restore from a stream is one before anything was begun: `firn move` on the other
 /// node, which reads it, lets its container continue.
@@ -153,10 +153,10 @@ fn described<'a>(
     dir: Option<PathBuf>,
     begun: Instant,
     steps: &'a Steps,
-) -> Done<'a> {
+) -> Restoration<'a> {
     let is_known = dir.is_some();
     let pair = |(old, new): &'a (String, String)| Pair { old, new };
-    Done {
+    Restoration {
         container: &restored.id,
         namespace: &args.containerd.namespace,
         image: (!is_known).then_some(&args.from),

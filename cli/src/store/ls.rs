@@ -16,19 +16,19 @@ use crate::text;
 /// The checkpoints in a store.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Listed<'a> {
+struct StoreList<'a> {
     /// The store's directory or URL.
     store: String,
     /// Id of the store.
     id: &'a str,
     /// One for each, in the order of the ids.
-    images: Vec<Shown<'a>>,
+    images: Vec<StoreRow<'a>>,
 }
 
 /// A checkpoint in a store.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Shown<'a> {
+struct StoreRow<'a> {
     /// Its id in the store: the digest of its index.
     id: Digest,
     /// Random id of the checkpoint, as in its manifest; absent if the index is damaged or has none.
@@ -62,17 +62,17 @@ struct Shown<'a> {
     failure: Option<&'a ProblemReport>,
 }
 
-printed! { Listed<'_>: "store ls" }
+printed! { StoreList<'_>: "store ls" }
 
 /// True: all checkpoints are complete.
 pub fn run(args: &LsArgs) -> Result<bool> {
     let store = super::named(&args.common)?.open()?;
     let contents = Contents::read(&*store)?;
     if args.common.json {
-        output::json(&Listed {
+        output::json(&StoreList {
             store: store.place(),
             id: store.id(),
-            images: contents.images.iter().map(Shown::of).collect(),
+            images: contents.images.iter().map(StoreRow::of).collect(),
         })?;
     } else {
         print(&contents.images)
@@ -80,7 +80,7 @@ pub fn run(args: &LsArgs) -> Result<bool> {
     Ok(contents.images.iter().all(Image::is_complete))
 }
 
-impl<'a> Shown<'a> {
+impl<'a> StoreRow<'a> {
     fn of(image: &'a Image) -> Self {
         let index = image.index.as_ref();
         Self {

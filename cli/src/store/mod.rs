@@ -108,13 +108,13 @@ fn pin(args: &PinArgs, is_pinned: bool) -> Result<bool> {
 }
 
 /// Where a store is.
-enum Place {
+enum StoreLocation {
     Dir(PathBuf),
     /// By its URL.
     Bucket(String),
 }
 
-impl Place {
+impl StoreLocation {
     fn of(name: &Path) -> Result<Self> {
         let text = name.to_str().unwrap_or_default();
         match text.split_once("://") {
@@ -135,16 +135,16 @@ impl Place {
 }
 
 /// A store, and the file of its key.
-struct Named {
-    place: Place,
+struct KeyedStore {
+    place: StoreLocation,
     key: Option<PathBuf>,
 }
 
-impl Named {
+impl KeyedStore {
     /// One that the command line names in addition to the node's own.
     fn other(url: &Path, key: Option<&PathBuf>) -> Result<Self> {
         Ok(Self {
-            place: Place::of(url)?,
+            place: StoreLocation::of(url)?,
             key: key.cloned(),
         })
     }
@@ -157,8 +157,8 @@ impl Named {
     fn open(&self) -> Result<Box<dyn Origin>> {
         let packing = self.packing()?;
         Ok(match &self.place {
-            Place::Dir(path) => Box::new(shown(Store::open(path, &packing))?),
-            Place::Bucket(url) => Box::new(shown(Bucket::open(url, &packing))?),
+            StoreLocation::Dir(path) => Box::new(shown(Store::open(path, &packing))?),
+            StoreLocation::Bucket(url) => Box::new(shown(Bucket::open(url, &packing))?),
         })
     }
 
@@ -179,14 +179,14 @@ fn made(path: &Path, packing: &Packing) -> Result<Store, StoreError> {
     Store::create_again(path, Path::new(names::STORES), packing)
 }
 
-fn named(common: &Common) -> Result<Named> {
+fn named(common: &Common) -> Result<KeyedStore> {
     if let Some(store) = &common.store {
-        return Named::other(store, common.store_key.as_ref());
+        return KeyedStore::other(store, common.store_key.as_ref());
     }
     let images = Config::load(Keys::STORE).map_err(ProblemReport::from)?.images;
     let store = images.store.ok_or_else(|| NameError::NoStore.report())?;
-    Ok(Named {
-        place: Place::Dir(store),
+    Ok(KeyedStore {
+        place: StoreLocation::Dir(store),
         key: common.store_key.clone().or(images.store_key),
     })
 }

@@ -22,12 +22,12 @@ use crate::output::{self, line, printed};
 /// A checkpoint that has a name in the store.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Made<'a> {
+struct NamedCheckpoint<'a> {
     /// Its directory in the store.
     dir: &'a Path,
 }
 
-printed! { Made<'_>: "store name" }
+printed! { NamedCheckpoint<'_>: "store name" }
 
 /// A checkpoint that gets no name.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -92,7 +92,7 @@ pub fn run(args: &NameArgs) -> Result<bool> {
         .and_then(|()| sync(&within))
         .with_context(|| format!("cannot write {}", path.display()))?;
     if args.common.json {
-        output::json(&Made { dir: &path })?
+        output::json(&NamedCheckpoint { dir: &path })?
     } else {
         line!("{}: pods of {namespace} may name store:{name}", path.display())
     }

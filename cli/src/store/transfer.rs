@@ -16,7 +16,7 @@ use super::bucket::Bucket;
 use super::origin::{Fault, Origin, each};
 use super::progress::Progress;
 use super::usage::distinct;
-use super::{Named, Place, cap, find, made, named, open, short, shown};
+use super::{KeyedStore, StoreLocation, cap, find, made, named, open, short, shown};
 use crate::output::{self, line, printed};
 use crate::text;
 
@@ -55,17 +55,17 @@ pub fn push(args: &PushArgs) -> Result<bool> {
         None => shown(from.images())?.into_iter().collect(),
     };
     let images = images.into_iter();
-    let other = Named::other(&args.url, args.key.as_ref())?;
+    let other = KeyedStore::other(&args.url, args.key.as_ref())?;
     let packing = Packing {
         compressed: args.compress,
         ..other.packing()?
     };
     let copied: Result<Vec<Copied>> = match other.place {
-        Place::Dir(path) => {
+        StoreLocation::Dir(path) => {
             let to = shown(made(&path, &packing))?;
             images.map(|id| copy(&from, &to, None, id)).collect()
         }
-        Place::Bucket(url) => {
+        StoreLocation::Bucket(url) => {
             let to = shown(Bucket::create(&url, &packing))?;
             images.map(|id| shown(send(&from, &to, id))).collect()
         }
@@ -75,7 +75,7 @@ pub fn push(args: &PushArgs) -> Result<bool> {
 
 /// True: it is there now.
 pub fn pull(args: &PullArgs) -> Result<bool> {
-    let from = Named::other(&args.url, args.key.as_ref())?.open()?;
+    let from = KeyedStore::other(&args.url, args.key.as_ref())?.open()?;
     let image = find(&*from, &args.id)?;
     let own = named(&args.common)?;
     let packing = own.packing()?;

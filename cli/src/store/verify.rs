@@ -19,7 +19,7 @@ use crate::text;
 /// What is wrong with a store.
 #[derive(Default, Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Found {
+struct Faults {
     /// Number of checkpoints.
     images: usize,
     /// Number of extents that were read.
@@ -36,9 +36,9 @@ struct Found {
     repaired: bool,
 }
 
-printed! { Found: "store verify" }
+printed! { Faults: "store verify" }
 
-impl Found {
+impl Faults {
     fn is_whole(&self) -> bool {
         self.damaged_images.is_empty() && self.damaged.is_empty() && self.incomplete.is_empty()
     }
@@ -51,7 +51,7 @@ pub fn run(args: &VerifyArgs) -> Result<bool> {
         let store = named.open_directory()?;
         let found = look(&store, args)?;
         repair(&store, &found)?;
-        Found {
+        Faults {
             repaired: true,
             ..found
         }
@@ -66,7 +66,7 @@ pub fn run(args: &VerifyArgs) -> Result<bool> {
     Ok(found.is_whole())
 }
 
-fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Found> {
+fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Faults> {
     let images = match &args.id {
         Some(id) => vec![find(store, id)?],
         None => shown(store.images())?.into_iter().collect(),
@@ -76,11 +76,11 @@ fn look(store: &dyn Origin, args: &VerifyArgs) -> Result<Found> {
 
 /// Reads these images, and with `all` also the extents that none of them has. Extents go by their names in
 /// the store.
-fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Found> {
+fn compare(store: &dyn Origin, images: Vec<Digest>, all: bool) -> Result<Faults> {
     let there = shown(store.extents())?;
-    let mut found = Found {
+    let mut found = Faults {
         images: images.len(),
-        ..Found::default()
+        ..Faults::default()
     };
     let mut indexes = Vec::new();
     for id in images {
@@ -147,7 +147,7 @@ fn is_whole(store: &dyn Origin, name: &Digest, size: u64, buffer: &mut [u8]) -> 
 }
 
 /// Removes what is damaged. It is read again first: a writer may have replaced it.
-fn repair(store: &Store, found: &Found) -> Result<()> {
+fn repair(store: &Store, found: &Faults) -> Result<()> {
     if found.damaged.is_empty() && found.damaged_images.is_empty() {
         return Ok(());
     }
@@ -161,7 +161,7 @@ fn repair(store: &Store, found: &Found) -> Result<()> {
     Ok(())
 }
 
-fn print(found: &Found) {
+fn print(found: &Faults) {
     let bytes = text::bytes(found.bytes);
     line!(
         "read        {bytes} in {}, {}",

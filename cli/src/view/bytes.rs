@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use crate::archive::{self, Entry, Place};
+use crate::archive::{self, Entry, FileSpan};
 use crate::containerd::Containerd;
 use crate::oci_image::{ImageError, no_checkpoint};
 
@@ -13,7 +13,7 @@ const CHUNK: u64 = 1 << 20;
 
 pub enum Bytes<'a> {
     /// From an offset on, so many.
-    File(&'a File, Place),
+    File(&'a File, FileSpan),
     /// By its digest, with its size.
     Blob(&'a Containerd, &'a str, u64),
 }
@@ -65,7 +65,7 @@ impl Bytes<'_> {
     }
 
     /// Copies a file of this archive.
-    pub async fn copy(&self, place: &Place, to: &mut impl io::Write) -> Result<(), ImageError> {
+    pub async fn copy(&self, place: &FileSpan, to: &mut impl io::Write) -> Result<(), ImageError> {
         let mut done = 0;
         while done < place.length {
             let part = self

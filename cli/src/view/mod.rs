@@ -16,9 +16,9 @@ use firn_host::open_regular;
 use firn_oci::Spec;
 use prost::Message;
 
-use crate::archive::{Entry, Place as At};
+use crate::archive::{Entry, FileSpan};
 use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};
-use crate::image::{self, Found, Left};
+use crate::image::{self, ArchivedFile, ImageSummary};
 use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
 use crate::place::Place;
 use crate::stored;
@@ -85,7 +85,7 @@ pub struct View {
     /// The image directory, or one that has the small files of the image.
     pub dir: PathBuf,
     /// Files that are left where they are.
-    left: Vec<Left>,
+    left: Vec<ArchivedFile>,
     /// Of an image that containerd or firn has made.
     pub index: Option<Index>,
     /// The spec of the container, where the checkpoint has it.
@@ -110,7 +110,7 @@ impl View {
     }
 
     /// What the image holds, and why it is not complete, or its memory not in the store.
-    pub fn look(&self) -> (Found, Option<ProblemReport>) {
+    pub fn look(&self) -> (ImageSummary, Option<ProblemReport>) {
         let (found, failure) = image::look(&self.dir, &self.left);
         let missing = || stored::missing(found.manifest.as_ref()?);
         let failure = failure.or_else(missing);
@@ -156,7 +156,7 @@ impl View {
         let failed = || ImageError::file(format!("open {what}"));
         let file = open_regular(path).map_err(failed())?;
         let length = file.metadata().map_err(failed())?.len();
-        let all = Bytes::File(&file, At { from: 0, length });
+        let all = Bytes::File(&file, FileSpan { from: 0, length });
         let entries = all.list(&what).await?;
         let named = |name: &str| entries.iter().find(|entry| entry.is_file && entry.name == name);
         let mut view = if let Some(top) = named(INDEX) {
@@ -173,8 +173,8 @@ impl View {
             let index = Index::parse(&what, &part.digest, &bytes)?;
             let of = |media: &str| blob(index.part(media).map_or("", |part| &part.digest));
             let spec = all.content(&what, of(media::SPEC)?, MAX_JSON).await?;
-            let At { from, length } = of(media::CHECKPOINT)?.place;
-            let view = unpacked(&what, &Bytes::File(&file, At { from, length }), "").await?;
+            let FileSpan { from, length } = of(media::CHECKPOINT)?.place;
+            let view = unpacked(&what, &Bytes::File(&file, FileSpan { from, length }), "").await?;
             view.with_index(index, &spec)
         } else {
             let inside = format!("{}/", names::ARCHIVE_IMAGE);
@@ -230,7 +230,7 @@ async fn unpacked(what: &str, archive: &Bytes<'_>, prefix: &str) -> Result<View,
         let size = entry.place.length;
         if name.starts_with("pages-") && size >= MEMORY || size > MOST || all + size > MOST_OF_ALL {
             let name = name.to_owned();
-            left.push(Left { name, size });
+            left.push(ArchivedFile { name, size });
         } else {
             all += size;
             write(archive, &entry, &work.path().join(name)).await?;
