@@ -5,6 +5,9 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod bpf;
+#[cfg(test)]
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod criu_code;
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -105,6 +108,55 @@ pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
     // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A
     // thread that is no tracee of the caller, and a number that is no signal, are refused.
     Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
+}
+
+/// Resumes a stopped tracee with a signal, or none, until it begins or ends a system call.
+pub(crate) fn ptrace_syscall(tid: i32, signal: i32) -> Result<(), Errno> {
+    let nowhere = std::ptr::null_mut::<libc::c_void>();
+    let signal =
+        std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
+    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A
+    // thread that is no tracee of the caller is refused.
+    Errno::result(unsafe { libc::ptrace(libc::PTRACE_SYSCALL, tid, nowhere, signal) }).map(drop)
+}
+
+/// `PTRACE_SETSIGMASK`, which libc lacks.
+const SET_SIGMASK: u16 = 0x420b;
+
+/// Sets which signals a stopped tracee blocks: a bit for each, of number 1 first.
+pub(crate) fn block_signals(tid: i32, mut blocked: u64) -> Result<(), Errno> {
+    let size = std::ptr::without_provenance_mut::<libc::c_void>(size_of_val(&blocked));
+    // SAFETY: the request reads as many bytes of the mask as the address argument states, which is its size.
+    let set = unsafe {
+        let from = std::ptr::from_mut(&mut blocked).cast::<libc::c_void>();
+        libc::ptrace(SET_SIGMASK.into(), tid, size, from)
+    };
+    Errno::result(set).map(drop)
+}
+
+/// `PTRACE_GET_SYSCALL_INFO`, which libc has for glibc alone.
+const GET_SYSCALL_INFO: u16 = 0x420e;
+
+/// The beginning of the kernel's `ptrace_syscall_info`, the same on every processor.
+#[derive(Default)]
+#[repr(C)]
+struct CallInfo {
+    _op_and_arch: u64,
+    instruction_pointer: u64,
+}
+
+/// Where a stopped tracee continues.
+pub(crate) fn instruction_pointer(tid: i32) -> Result<u64, Errno> {
+    let mut info = CallInfo::default();
+    let size = std::ptr::without_provenance_mut::<libc::c_void>(size_of::<CallInfo>());
+    // SAFETY: the request writes at most as many bytes to `info` as the address argument states, which is its
+    // size; any bytes are a valid `CallInfo`.
+    let written = unsafe {
+        let into = std::ptr::from_mut(&mut info).cast::<libc::c_void>();
+        libc::ptrace(GET_SYSCALL_INFO.into(), tid, size, into)
+    };
+    Errno::result(written)?;
+    Ok(info.instruction_pointer)
 }
 
 /// Whether `pid` is a child of this process that was not reaped: alive, or a zombie. Until it is reaped its

@@ -50,6 +50,9 @@ pub trait Device: Gpu {
     fn hold(&mut self, except: BTreeSet<i32>) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Whether threads are held.
     fn is_held(&self) -> bool;
+    /// Waits until code that a CRIU has left in processes when it was killed has come to its end: it protects
+    /// memory as it found it, which is where the driver maps GPU memory in a restore. The cgroup is thawed.
+    fn end_criu_code(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Releases the held threads, if any. They run unless they are frozen.
     fn release(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// The driver locks all of these processes.

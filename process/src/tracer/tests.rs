@@ -217,6 +217,160 @@ fn a_selected_thread_gets_every_signal_once() {
     }
 }
 
+/// Code of CRIU in a process, in the process's first thread: it waits until CRIU is gone, protects memory as
+/// it was before, and returns by sigreturn.
+#[cfg(target_arch = "x86_64")]
+mod in_criu_code {
+    use std::path::PathBuf;
+    use std::process::ChildStdin;
+
+    use super::*;
+    use crate::sys::criu_code::InCriuCode;
+
+    /// Run in a separate process. Its other thread maps memory once a file exists, as the driver does in a
+    /// restore, and uses it before it prints what the file has in it.
+    #[test]
+    #[ignore = "no test: others run it"]
+    fn helper_whose_first_thread_is_in_criu_code() {
+        let asked = PathBuf::from(std::env::var_os("ASKED").unwrap());
+        let memory = InCriuCode::enter();
+        println!("tid {}", nix::unistd::gettid());
+        until("restore", || asked.exists());
+        memory.map();
+        let mut printed = String::new();
+        loop {
+            memory.write();
+            let now = std::fs::read_to_string(&asked).unwrap();
+            if now.ends_with('.') && now != printed {
+                println!("{now}");
+                if std::env::var_os("SPIN").is_some() && printed.is_empty() {
+                    InCriuCode::spin();
+                }
+                printed = now;
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    struct Helper {
+        child: Child,
+        /// Until it is dropped CRIU is there.
+        criu: Option<ChildStdin>,
+        tid: i32,
+        lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+        directory: tempfile::TempDir,
+        asked: usize,
+    }
+
+    impl Helper {
+        fn start(options: &[(&str, &str)]) -> Self {
+            let directory = tempfile::tempdir().unwrap();
+            let name = "tracer::tests::in_criu_code::helper_whose_first_thread_is_in_criu_code";
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--ignored", "--nocapture"])
+                .env("ASKED", directory.path().join("asked"))
+                .envs(options.iter().copied())
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            let tid = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+            let criu = child.stdin.take();
+            Self {
+                child,
+                criu,
+                tid: tid.unwrap(),
+                lines,
+                directory,
+                asked: 0,
+            }
+        }
+
+        fn pid(&self) -> i32 {
+            self.child.id().try_into().unwrap()
+        }
+
+        async fn hold(&self) -> TracedThreads {
+            let tids = threads(&[self.pid()], &BTreeSet::from([self.tid])).unwrap();
+            TracedThreads::hold(tids, TRAP).await.unwrap()
+        }
+
+        /// It uses the memory from now on, and answers.
+        fn uses_memory(&mut self) {
+            self.asked += 1;
+            let number = format!("{}.", self.asked);
+            std::fs::write(self.directory.path().join("asked"), &number).unwrap();
+            assert_eq!(self.lines.next().expect("it has ended").unwrap(), number);
+        }
+    }
+
+    impl Drop for Helper {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    #[test]
+    fn it_ends_before_memory_is_mapped_and_its_thread_is_still_held() {
+        let mut helper = Helper::start(&[]);
+        runtime().block_on(async {
+            let hold = helper.hold().await;
+            until("trapped", || state(helper.pid()) == Some('t'));
+            drop(helper.criu.take());
+            hold.end_criu_code(vec![helper.pid()], TRAP).await.unwrap();
+            assert_eq!(state(helper.pid()), Some('t'));
+            helper.uses_memory();
+            hold.release().await.unwrap();
+            criu_code::ended(&[helper.pid()], TRAP).unwrap();
+        });
+        helper.uses_memory();
+    }
+
+    #[test]
+    fn a_thread_that_has_left_it_and_runs_for_ever_delays_nobody() {
+        let mut helper = Helper::start(&[("SPIN", "yes")]);
+        let pid = helper.pid();
+        runtime().block_on(async {
+            let hold = helper.hold().await;
+            drop(helper.criu.take());
+            hold.end_criu_code(vec![pid], TRAP).await.unwrap();
+            hold.release().await.unwrap();
+        });
+        helper.uses_memory();
+        helper.uses_memory();
+        let begun = Instant::now();
+        criu_code::ended(&[pid], TRAP).unwrap();
+        runtime().block_on(async {
+            let hold = helper.hold().await;
+            hold.end_criu_code(vec![pid], TRAP).await.unwrap();
+            hold.release().await.unwrap();
+        });
+        assert!(begun.elapsed() < TRAP / 2, "{:?}", begun.elapsed());
+        helper.uses_memory();
+    }
+
+    #[test]
+    fn one_whose_criu_is_there_does_not_end() {
+        let mut helper = Helper::start(&[]);
+        let limit = Duration::from_millis(100);
+        runtime().block_on(async {
+            let hold = helper.hold().await;
+            let pid = helper.pid();
+            let late = hold.end_criu_code(vec![pid], limit).await;
+            assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
+            assert_eq!(state(pid), Some('t'), "it is not held any more");
+            let late = criu_code::ended(&[pid], limit);
+            assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
+            drop(helper.criu.take());
+            hold.end_criu_code(vec![pid], TRAP).await.unwrap();
+            hold.release().await.unwrap();
+        });
+        helper.uses_memory();
+    }
+}
+
 #[test]
 fn excluded_threads_are_not_listed() {
     let printer = Printer::start();

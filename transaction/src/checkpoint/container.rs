@@ -25,7 +25,7 @@ use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use firn_process::cancel::CancellationToken;
 use firn_process::cgroup::{Cgroup, Still};
-use firn_process::tracer::{TracedThreads, threads};
+use firn_process::tracer::{TracedThreads, criu_code, threads};
 use firn_store::Owner;
 
 use super::Request;
@@ -93,6 +93,8 @@ pub(super) struct Progress {
     store_ready: Option<Ready>,
     /// The hook `prepare` was called, or could have been.
     pub(super) prepared: bool,
+    /// CRIU has dumped the container, and has come to its end by itself.
+    is_dumped: bool,
     /// The container is parked.
     pub(super) parked: Option<Parked>,
     /// CUDA processes, as the last inspection found.
@@ -446,6 +448,21 @@ impl Device for ContainerEffects<'_> {
 
     fn is_held(&self) -> bool {
         self.transaction.container.is_held()
+    }
+
+    async fn end_criu_code(&mut self) -> Result<(), EffectError> {
+        // A CRIU that succeeded has left nothing.
+        if self.progress.is_dumped {
+            return Ok(());
+        }
+        let (pids, limit) = (self.cgroup.pids()?, self.transaction.config.deadlines.hold);
+        match self.transaction.container.end_criu_code(pids.clone(), limit) {
+            Some(ended) => unless_cancelled(self.transaction.cancel(), ended).await,
+            None => {
+                let ended = blocking(move || criu_code::ended(&pids, limit));
+                unless_cancelled(self.transaction.cancel(), ended).await
+            }
+        }
     }
 
     async fn release(&mut self) -> Result<(), EffectError> {

@@ -173,6 +173,9 @@ fn hold_hint(error: &TraceError) -> &'static str {
         TraceError::NotTraced { .. } => {
             "raise hold under [deadlines] in the configuration; on cgroup v1, continue stopped processes"
         }
+        TraceError::CriuCode { .. } => {
+            "see whether a CRIU still runs (`pgrep criu`), and try again once it has ended"
+        }
         _ => "detach the debugger from the container's processes",
     }
 }

@@ -200,6 +200,9 @@ impl<'e, E: Dump> Locked<'e, E> {
         self.at.effects.leave(phase, false).await;
         if phase == Phase::CriuDump {
             self.at.effects.release_from_criu().await;
+            if self.parked {
+                end_criu_code_parked(self.at.effects, &self.processes).await;
+            }
         }
         note(self.at.effects, Phase::Rollback).await;
         let suspended = self.roll_back().await.err().and_then(|stuck| stuck.last);
@@ -286,6 +289,19 @@ pub async fn rollback<E: Device>(effects: &mut E, back: Rollback<'_>) -> Result<
     note(effects, Phase::Rollback).await;
     let done = attempts(effects, back).await;
     done.map_err(|stuck| stuck.last.unwrap_or(stuck.first))
+}
+
+/// Lets CRIU's code end in a parked container, which stays so: the next CRIU would dump it with the process.
+async fn end_criu_code_parked<E: Device>(effects: &mut E, processes: &[CudaProcess]) {
+    stop(effects).await;
+    let ended = async {
+        effects.hold(restore_tids(processes)).await?;
+        effects.thaw().await?;
+        effects.end_criu_code().await
+    };
+    let ended = ended.await;
+    ended.or_warn(format_args!("code of CRIU is left in the processes"));
+    stop(effects).await;
 }
 
 /// Stops all threads as far as possible. Held threads stay held until they are frozen; then they are
@@ -463,6 +479,8 @@ async fn bring_to_running<E: Device>(effects: &mut E, pids: &[i32]) -> Result<()
     let checkpointed = in_state(&states, CudaState::Checkpointed);
     let mut locked = in_state(&states, CudaState::Locked);
     if !checkpointed.is_empty() {
+        // Order matters: CRIU's code would take away the memory that the driver maps.
+        effects.end_criu_code().await?;
         effects.gpu_restore(&checkpointed).await?;
         locked.extend(checkpointed);
     }

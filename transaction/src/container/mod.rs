@@ -27,7 +27,7 @@ use firn_process::cancel::Slot;
 use firn_process::cgroup::{Cgroup, CgroupError, OomWatch};
 use firn_process::panics::lock;
 use firn_process::reaper::Exit;
-use firn_process::tracer::TracedThreads;
+use firn_process::tracer::{TraceError, TracedThreads};
 
 use crate::options::RuncOptions;
 use crate::parked::Parked;
@@ -255,6 +255,17 @@ impl Container {
     /// Whether threads are held.
     pub fn is_held(&self) -> bool {
         lock(&self.held).is_some()
+    }
+
+    /// Lets the held threads of these processes end what a killed CRIU has put into them; none if none are
+    /// held. See [`TracedThreads::end_criu_code`].
+    pub fn end_criu_code(
+        &self,
+        pids: Vec<i32>,
+        limit: Duration,
+    ) -> Option<impl Future<Output = Result<(), TraceError>> + Send + use<>> {
+        let held = lock(&self.held);
+        held.as_ref().map(|held| held.end_criu_code(pids, limit))
     }
 
     /// Takes the held threads.

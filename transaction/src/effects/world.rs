@@ -51,6 +51,8 @@ pub(crate) struct World {
     pub criu_died: bool,
     /// A CRIU that was killed has left their connections unusable.
     pub locked_network: bool,
+    /// Its code has not come to its end in the tasks: it would unmap what the driver maps.
+    pub criu_code: bool,
     /// Nothing could stop these tasks yet.
     pub let_run: bool,
     /// How often it has met the other containers of the same checkpoint.
@@ -199,6 +201,11 @@ impl Gpu for World {
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Injected> {
         assert!(!self.frozen && (self.held || self.selected || self.unstoppable > 1));
+        assert!(
+            !self.criu_code,
+            "CRIU's code unmaps GPU memory later: {:?}",
+            self.calls
+        );
         if let Err(failed) = self.call("gpu_restore") {
             // Some have been through it.
             self.set(half(pids), CudaState::Checkpointed, CudaState::Locked);
@@ -295,6 +302,13 @@ impl Device for World {
         self.held
     }
 
+    async fn end_criu_code(&mut self) -> Result<(), Injected> {
+        assert!(!self.frozen, "frozen code does not end: {:?}", self.calls);
+        self.call("end_criu_code")?;
+        self.criu_code = false;
+        Ok(())
+    }
+
     async fn release(&mut self) -> Result<(), Injected> {
         self.call("release")?;
         self.held = false;
@@ -366,6 +380,7 @@ impl Dump for World {
             // CRIU that is killed leaves the freezer off. One that fails does not.
             if self.thaws == Thaws::Failure {
                 (self.frozen, self.criu_died, self.let_run) = (false, true, true);
+                self.criu_code = true;
             }
             self.locked_network = true;
             return Err(failed);

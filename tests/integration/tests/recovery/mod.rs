@@ -8,6 +8,7 @@ mod acknowledged;
 mod hooks;
 mod huge_pages;
 mod others;
+mod page_dumps;
 mod panics;
 mod restores;
 
@@ -375,6 +376,7 @@ pub(crate) fn suite() -> matrix::Suite {
         hooks::hooks_have_time_until_a_kill_and_updates_wait [FORKY];
         huge_pages::huge_pages_are_on_while_the_driver_copies [FORKY, FORKY_V2];
         others::a_checkpoint_ends_the_same_without_its_client [FORKY];
+        page_dumps::memory_stays_mapped_when_a_dump_ends_in_its_pages [FORKY, FORKY_V2];
         panics::panics_and_failed_rollbacks_are_recovered [FORKY_V2];
         restores::an_interrupted_restore_leaves_nothing [FORKY];
     };

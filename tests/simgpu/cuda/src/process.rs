@@ -19,8 +19,9 @@ pub(crate) enum State {
 
 /// Where an allocation's bytes are.
 pub(crate) enum Backing {
-    /// On a GPU, under this id; unmapped while checkpointed.
-    Device { id: u32, mapping: Option<Mapping> },
+    /// On a GPU, under this id. While checkpointed nothing is mapped there, and the addresses stay taken:
+    /// seen of driver 580, whose restore maps memory at the addresses that it had.
+    Device { id: u32, mapping: Mapping },
     /// On a GPU, another process's; unmapped for good by a checkpoint.
     Imported { mapping: Option<Mapping> },
     /// Managed.
@@ -37,8 +38,8 @@ pub(crate) struct Allocation {
 impl Allocation {
     fn mapping(&self) -> Option<&Mapping> {
         match &self.backing {
-            Backing::Device { mapping, .. } | Backing::Imported { mapping } => mapping.as_ref(),
-            Backing::Managed { mapping } => Some(mapping),
+            Backing::Imported { mapping } => mapping.as_ref(),
+            Backing::Device { mapping, .. } | Backing::Managed { mapping } => Some(mapping),
         }
     }
 }
@@ -169,14 +170,7 @@ impl Process {
             Error::OUT_OF_MEMORY
         })?;
         self.next_id += 1;
-        Ok(self.insert(
-            gpu,
-            size,
-            Backing::Device {
-                id,
-                mapping: Some(mapping),
-            },
-        ))
+        Ok(self.insert(gpu, size, Backing::Device { id, mapping }))
     }
 
     /// Records an allocation at a fresh device address.

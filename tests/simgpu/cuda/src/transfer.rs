@@ -28,13 +28,13 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
     let mut regions = Vec::new();
     for gpu in 0..process.seen.len() {
         let size = own(&process.allocations, gpu)
-            .map(|(allocation, _, _)| saved_size(allocation))
+            .map(|(allocation, _)| saved_size(allocation))
             .sum();
         let region = (size > 0).then(|| Mapping::anonymous(size)).transpose();
         let region = region.map_err(|_| Error::OUT_OF_MEMORY)?;
         let mut done = 0;
-        for (allocation, _, mapping) in own(&process.allocations, gpu) {
-            let (Some(region), Some(mapping)) = (&region, mapping) else {
+        for (allocation, mapping) in own(&process.allocations, gpu) {
+            let Some(region) = &region else {
                 return Err(Error::UNKNOWN);
             };
             copy(
@@ -48,11 +48,11 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
     }
     process.saved = regions;
     for allocation in process.allocations.values_mut() {
-        match &mut allocation.backing {
-            Backing::Device { mapping, .. } | Backing::Imported { mapping } => *mapping = None,
-            Backing::Managed { .. } => {}
+        if let Backing::Imported { mapping } = &mut allocation.backing {
+            *mapping = None;
         }
     }
+    reserve(process)?;
     // Order matters: the mappings are gone before the memory behind them is freed.
     if let Some(hardware) = process.hardware.take() {
         hardware.leave();
@@ -83,24 +83,16 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     let mut hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
     let gpus: BTreeSet<usize> = process.contexts.values().map(|context| context.gpu).collect();
     let mapped = gpus.into_iter().try_for_each(|gpu| hardware.map_base(gpu));
-    let loaded = mapped.and_then(|()| load(process, &hardware));
-    let mapped = match loaded {
-        Ok(mapped) => mapped,
-        Err(error) => {
-            hardware.leave();
-            // Seen on an H100: it is never restored after that, also when there is room again, and its nodes
-            // stay open.
-            if error == Error::OUT_OF_MEMORY {
-                process.is_spoilt = true;
-                process.nodes = hardware::open_nodes();
-            }
-            return Err(error);
+    if let Err(error) = mapped.and_then(|()| load(process, &hardware)) {
+        reserve(process)?;
+        hardware.leave();
+        // Seen on an H100: it is never restored after that, also when there is room again, and its nodes stay
+        // open.
+        if error == Error::OUT_OF_MEMORY {
+            process.is_spoilt = true;
+            process.nodes = hardware::open_nodes();
         }
-    };
-    for (allocation, fresh) in process.allocations.values_mut().zip(mapped) {
-        if let Backing::Device { mapping, .. } = &mut allocation.backing {
-            *mapping = fresh;
-        }
+        return Err(error);
     }
     process.saved.iter_mut().for_each(|region| *region = None);
     process.current = targets.iter().map(|gpu| gpu.uuid).collect();
@@ -160,21 +152,20 @@ fn targets(process: &Process, control: &Control, pairs: &[(Uuid, Uuid)]) -> Resu
     Ok(targets)
 }
 
-/// Allocates and fills everything on the new devices; a mapping per allocation, in their order.
-fn load(process: &Process, hardware: &Hardware) -> Result<Vec<Option<Mapping>>, Error> {
+/// Allocates and fills everything on the new devices, at the addresses that it had.
+fn load(process: &Process, hardware: &Hardware) -> Result<(), Error> {
     let mut done = vec![0; process.seen.len()];
-    let mut mapped = Vec::new();
     for allocation in process.allocations.values() {
-        let Backing::Device { id, .. } = allocation.backing else {
-            mapped.push(None);
+        let Backing::Device { id, mapping } = &allocation.backing else {
             continue;
         };
         let gpu = hardware.gpu(allocation.gpu);
         let runs = gpu
             .memory
-            .allocate(gpu.slot, id, allocation.size)
+            .allocate(gpu.slot, *id, allocation.size)
             .ok_or(Error::OUT_OF_MEMORY)?;
-        let mapping = gpu.memory.map(&runs).map_err(|_| Error::OUT_OF_MEMORY)?;
+        let mapped = gpu.memory.map_over(&runs, mapping);
+        mapped.map_err(|_| Error::OUT_OF_MEMORY)?;
         let region = process.saved[allocation.gpu].as_ref().ok_or(Error::UNKNOWN)?;
         let offset = &mut done[allocation.gpu];
         copy(
@@ -183,21 +174,30 @@ fn load(process: &Process, hardware: &Hardware) -> Result<Vec<Option<Mapping>>, 
             allocation.size,
         );
         *offset += saved_size(allocation);
-        mapped.push(Some(mapping));
     }
-    Ok(mapped)
+    Ok(())
+}
+
+/// Keeps the addresses of all memory on devices, and nothing behind them.
+fn reserve(process: &Process) -> Result<(), Error> {
+    let mut own = process
+        .allocations
+        .values()
+        .filter_map(|allocation| match &allocation.backing {
+            Backing::Device { mapping, .. } => Some(mapping),
+            _ => None,
+        });
+    let reserved = own.try_for_each(Mapping::reserve);
+    reserved.map_err(|_| Error::OUT_OF_MEMORY)
 }
 
 /// The process's own allocations on one GPU, in the order of their addresses.
-fn own(
-    allocations: &BTreeMap<u64, Allocation>,
-    gpu: usize,
-) -> impl Iterator<Item = (&Allocation, u32, Option<&Mapping>)> {
+fn own(allocations: &BTreeMap<u64, Allocation>, gpu: usize) -> impl Iterator<Item = (&Allocation, &Mapping)> {
     allocations
         .values()
         .filter(move |allocation| allocation.gpu == gpu)
         .filter_map(|allocation| match &allocation.backing {
-            Backing::Device { id, mapping } => Some((allocation, *id, mapping.as_ref())),
+            Backing::Device { mapping, .. } => Some((allocation, mapping)),
             _ => None,
         })
 }

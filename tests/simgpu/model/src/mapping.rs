@@ -72,6 +72,32 @@ impl Mapping {
         Ok(Self { at, len })
     }
 
+    /// Replaces what is mapped by nothing: the addresses stay taken, and nobody can use them.
+    pub fn reserve(&self) -> io::Result<()> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        self.replace(0, self.len, libc::PROT_NONE, flags, -1, 0)?;
+        self.keep_from_children()
+    }
+
+    /// Maps `len` bytes of `fd` over a part of it.
+    pub(crate) fn replace(
+        &self,
+        from: usize,
+        len: usize,
+        protection: i32,
+        flags: i32,
+        fd: i32,
+        offset: i64,
+    ) -> io::Result<()> {
+        let (at, flags) = (self.at(from, len).cast(), flags | libc::MAP_FIXED);
+        // SAFETY: MAP_FIXED replaces only a part of this mapping, which this value owns.
+        let got = unsafe { libc::mmap(at, len, protection, flags, fd, offset) };
+        if got == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
     pub(crate) fn keep_from_children(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping's own; the advice does not touch its contents.
         match unsafe { libc::madvise(self.at.as_ptr().cast(), self.len, libc::MADV_DONTFORK) } {

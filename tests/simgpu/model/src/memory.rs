@@ -219,32 +219,21 @@ impl GpuMemory {
             -1,
             0,
         )?;
+        self.map_over(runs, &whole)?;
+        Ok(whole)
+    }
+
+    /// Maps `runs` side by side over `whole`, which has their size.
+    pub fn map_over(&self, runs: &[Run], whole: &Mapping) -> io::Result<()> {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
         let mut done = 0;
         for run in runs {
             let offset = i64::try_from(chunk_offset(run.first)).map_err(io::Error::other)?;
-            let at = whole.at(done, run.count * CHUNK).cast();
-            let (protection, flags) = (
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED | libc::MAP_FIXED,
-            );
-            // SAFETY: MAP_FIXED replaces only a part of the reservation made above, which this function owns.
-            let got = unsafe {
-                libc::mmap(
-                    at,
-                    run.count * CHUNK,
-                    protection,
-                    flags,
-                    self.file.as_raw_fd(),
-                    offset,
-                )
-            };
-            if got == libc::MAP_FAILED {
-                return Err(io::Error::last_os_error());
-            }
-            done += run.count * CHUNK;
+            let (len, fd) = (run.count * CHUNK, self.file.as_raw_fd());
+            whole.replace(done, len, protection, libc::MAP_SHARED, fd, offset)?;
+            done += len;
         }
-        whole.keep_from_children()?;
-        Ok(whole)
+        whole.keep_from_children()
     }
 
     /// Bytes of memory.

@@ -69,6 +69,7 @@ impl Dump for ContainerEffects<'_> {
         // Read before the dump: they may have gone when the image is complete.
         self.progress.described = self.inside(processes);
         self.progress.copied = self.dump_memory().await?;
+        self.progress.is_dumped = true;
         self.log_saved(self.progress.copied.memory.as_ref());
         Ok(())
     }

@@ -169,6 +169,24 @@ fn a_checkpoint_of_a_parked_container_never_lets_it_run() {
 }
 
 #[test]
+fn a_killed_dump_leaves_no_code_of_criu_in_a_parked_container() {
+    let checkpoint = |world: &mut World| {
+        let dumped = block_on(async { Checkpointed::parked(world).await?.dump().await });
+        dumped
+            .map(drop)
+            .map_err(|failure: Failure<Injected>| failure.source)
+    };
+    let mut whole = parked();
+    checkpoint(&mut whole).unwrap();
+    let nth = whole.calls.iter().position(|call| *call == "dump").unwrap();
+    let fault = Fault { nth, for_good: false };
+    let mut world = with_faults(parked(), &[fault]);
+    assert_eq!(checkpoint(&mut world), Err(Injected("dump")));
+    assert!(!world.criu_code, "the next dump has it: {:?}", world.calls);
+    is_parked(&world);
+}
+
+#[test]
 fn a_container_without_cuda_processes_is_paused_without_the_driver() {
     let mut world = World::new([], false);
     assert!(block_on(park(&mut world, false)).unwrap().is_empty());
