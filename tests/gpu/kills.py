@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import glob
 import os
+import random
 import signal
 import time
 
@@ -25,6 +26,11 @@ INTO_CRIU = 0.4
 def case(gib):
     """The kill matrix of a process with `gib` GiB of GPU memory."""
     return Case("kills", 300, 1, lambda setup, end, record: kills(setup, end, record, gib))
+
+
+def often_case(rounds):
+    """Runc or CRIU killed `rounds` times at random moments of a dump."""
+    return Case("kills-anywhere", 580, 1, lambda setup, end, record: kills_anywhere(setup, end, record, rounds), ("asked-for",))
 
 
 def running(program):
@@ -212,3 +218,51 @@ def kills(setup, end, record, gib):
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         cases.clean_up(setup, [source, target], image)
+
+
+def kills_anywhere(setup, end, record, rounds, gib=4, longest=1.6):
+    """Kill runc or CRIU at a random moment of a dump, `rounds` times; the counter continues each time."""
+    gpus, _ = setup.pick(1)
+    workload = cases.counter(["--mib", f"{gib * 1024:.0f}"], gpus=1)
+    image = "firn.test/checkpoint/kills:latest"
+    seed = int(time.time())
+    record.update(gib=gib, counters=1, uuid_before=gpus, seed=seed, rounds=0, hit=0)
+    chance = random.Random(seed)
+    source = Container(setup.host, "kills-anywhere")
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        source.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(gpus))
+        cases.wait_for_counts(source, end, 1, {}, 3)
+        while record["rounds"] < rounds and end.left() > 40:
+            record["rounds"] += 1
+            program, into = chance.choice(("runc", "runc", "criu")), chance.uniform(0, longest)
+            future = pool.submit(source.checkpoint, image, end)
+            end.until("CRIU", lambda: running("criu") or future.done())
+            time.sleep(into)
+            # A dump that has ended by now is not hit.
+            pids = running(program) if running("criu") else []
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            client = future.result()
+            record["hit"] += bool(pids) and client.returncode != 0
+            if client.returncode == 0:
+                setup.host.remove_image(image, end)
+            context = f"round {record['rounds']}: {program}, {into:.3f} s into the dump: {client.stderr.strip() or 'done'}"
+            setup.log(context)
+            undisturbed(source, end, context)
+            counts = cases.counts(source)
+            end.until(f"the counter or its end; {context}", lambda: source.has_ended() or has_more(source, counts))
+            if source.has_ended():
+                raise Failed(f"the workload ended with {source.exit_status(end, 5)}; {context}")
+        if record["hit"] < record["rounds"] / 4:
+            raise Failed(f"only {record['hit']} of {record['rounds']} dumps were hit")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        cases.clean_up(setup, [source], image)
+
+
+def has_more(container, counts):
+    """Whether each worker has printed a verified iteration beyond these."""
+    now = cases.counts(container)
+    return all(len(now[worker]) > len(counts[worker]) for worker in counts)

@@ -204,7 +204,7 @@ def known_cases(args):
     sizes = [float(size) for size in args.sizes.split(",")]
     return [
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
-        *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), *patient.all_cases(args.patient_gib, args.mib),
+        *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), kills.often_case(args.kill_rounds), *patient.all_cases(args.patient_gib, args.mib),
         *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
         *clients.all_cases(args), *traps.all_cases(args), *straggler.all_cases(args),
     ]
@@ -237,6 +237,7 @@ def arguments():
     parser.add_argument("--list", action="store_true", help="show the cases, the GPUs that they need and their time limits, and end")
     parser.add_argument("--sizes", default="0.5,8,32", help="GiB of the size cases")
     parser.add_argument("--mib", type=int, default=1024, help="MiB of each buffer in the other cases")
+    parser.add_argument("--kill-rounds", type=int, default=60, help="kills in the case `kills-anywhere`")
     parser.add_argument("--kill-gib", type=float, default=8, help="GiB of the process in the case `kills`")
     parser.add_argument("--patient-gib", type=float, default=64, help="GiB of the process in the case `patient`")
     parser.add_argument("--pause-gib", default="2,8,32", help="GiB of the containers in the cases `pause-memory` and `live-moves`")
