@@ -15,6 +15,9 @@ const AT_REST: Duration = Duration::from_secs(30);
 /// Leases of containers.
 const LEASES: &str = "/run/firn/leases/";
 
+/// The programs of a call of gc. One that is about to end has no arguments any more.
+const STARTS_GC: [&str; 3] = ["timeout", "env", "firn"];
+
 /// What there is on a node, by kind; of each the names that show what is new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Census(BTreeMap<String, Vec<String>>);
@@ -53,7 +56,10 @@ impl Census {
         let processes = host.node().processes().into_iter();
         // Clients that were killed end when they end, and gc runs when it runs, with what has started it.
         let gc = GC.map(str::to_owned);
-        let is_gc = |process: &firn_node::Process| process.args.ends_with(&gc);
+        let is_gc = |process: &firn_node::Process| {
+            let is_ending = process.args.is_empty() && STARTS_GC.contains(&process.command.as_str());
+            process.args.ends_with(&gc) || is_ending
+        };
         let processes = processes
             .filter(|process| process.command != "ctr" && !is_gc(process))
             .map(|process| process.command);

@@ -120,12 +120,11 @@ mod tests {
 
     use super::*;
 
-    /// Workloads made of this process: each is refused for another reason, or passes.
-    fn workloads() -> Vec<(Workload, Option<&'static str>)> {
-        let me = i32::try_from(std::process::id()).unwrap();
+    /// Workloads made of a process: each is refused for another reason, or passes.
+    fn workloads(init: i32) -> Vec<(Workload, Option<&'static str>)> {
         let base = Workload {
-            init: me,
-            pids: vec![me],
+            init,
+            pids: vec![init],
             ..Workload::default()
         };
         let processes = |pids: &[i32], cuda: &[i32]| Workload {
@@ -142,9 +141,9 @@ mod tests {
         };
         vec![
             (base.clone(), None),
-            (processes(&[me], &[]), None),
-            (processes(&[me, 1], &[]), Some("FIRN-EXEC")),
-            (processes(&[me, 1], &[1]), Some("FIRN-EXEC")),
+            (processes(&[init], &[]), None),
+            (processes(&[init, 1], &[]), Some("FIRN-EXEC")),
+            (processes(&[init, 1], &[1]), Some("FIRN-EXEC")),
             (
                 Workload {
                     capacity: Some(capacity),
@@ -164,7 +163,14 @@ mod tests {
 
     #[test]
     fn the_child_reports_the_first_refusal_that_the_audit_shows() {
-        for (workload, code) in workloads() {
+        // Not this process: other tests have sockets in it.
+        let null = std::process::Stdio::null;
+        let mut command = std::process::Command::new("sleep");
+        command.arg("1000").stdin(null()).stdout(null()).stderr(null());
+        // Also when the test fails.
+        firn_process::sys::die_with_parent(&mut command);
+        let mut sleeper = command.spawn().unwrap();
+        for (workload, code) in workloads(i32::try_from(sleeper.id()).unwrap()) {
             let request = serde_json::to_vec(&Request::Check(Box::new(workload.clone()))).unwrap();
             let answer = answer(serde_json::from_slice(&request).unwrap()).unwrap();
             let answer: Answer<Checked> = serde_json::from_slice(&answer).unwrap();
@@ -177,5 +183,7 @@ mod tests {
             // Figures of the host change between the two checks.
             assert_eq!(code_of(&answer.err()), code_of(&shown), "{workload:?}");
         }
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
     }
 }
