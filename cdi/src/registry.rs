@@ -11,12 +11,12 @@ pub struct Registry {
     dirs: Vec<PathBuf>,
     files: Vec<CdiFile>,
     broken: Vec<(PathBuf, FileError)>,
-    devices: BTreeMap<DeviceName, Found>,
+    devices: BTreeMap<DeviceName, DeviceFiles>,
 }
 
 /// The files that describe a device.
 #[derive(Debug)]
-struct Found {
+struct DeviceFiles {
     /// Position of the directory: a later one takes precedence.
     priority: usize,
     /// Positions of the file and of the device in it: more than one is a conflict.
@@ -50,7 +50,7 @@ impl Registry {
     }
 
     fn add(&mut self, priority: usize, file: CdiFile) {
-        let nowhere = || Found {
+        let nowhere = || DeviceFiles {
             priority,
             at: Vec::new(),
         };

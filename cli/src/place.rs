@@ -18,7 +18,7 @@ pub enum Kind {
 
 /// A checkpoint's place, by the argument that names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     Ref(String),
     File(PathBuf),
     Dir(PathBuf),
@@ -36,7 +36,7 @@ pub struct Ambiguous {
     found: &'static str,
 }
 
-impl Place {
+impl Location {
     /// A path begins with `/`, `./` or `../`, or ends with `/` or `.tar`. Everything else is the name of an
     /// image, unless there is a file or directory of that name.
     pub fn of(text: &str, kind: Option<Kind>) -> Result<Self, Ambiguous> {
@@ -107,18 +107,18 @@ mod tests {
             ("/etc", "dir"),
             (".", "dir"),
         ] {
-            assert_eq!(Place::of(text, None).unwrap().kind(), kind, "{text}");
+            assert_eq!(Location::of(text, None).unwrap().kind(), kind, "{text}");
         }
-        let forced = Place::of("/etc", Some(Kind::Ref)).unwrap();
-        assert_eq!(forced, Place::Ref("/etc".to_owned()));
+        let forced = Location::of("/etc", Some(Kind::Ref)).unwrap();
+        assert_eq!(forced, Location::Ref("/etc".to_owned()));
     }
 
     #[test]
     fn a_name_that_is_also_a_file_is_refused() {
         // Tests run in the crate's directory.
-        let refused = Place::of("src", None).unwrap_err();
+        let refused = Location::of("src", None).unwrap_err();
         assert_eq!(refused.code(), "FIRN-PLACE");
         assert!(refused.to_string().contains("is a directory here"), "{refused}");
-        assert_eq!(Place::of("src", Some(Kind::Ref)).unwrap().kind(), "ref");
+        assert_eq!(Location::of("src", Some(Kind::Ref)).unwrap().kind(), "ref");
     }
 }

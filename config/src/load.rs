@@ -9,7 +9,7 @@ use firn_host::Problem;
 use crate::file::{Bulk, Config, JobHooks};
 use crate::mistake::{Keys, Mistake, MistakeKind};
 use crate::names;
-use crate::section::{self, Found, Section, UnknownKeys};
+use crate::section::{self, FileReport, Section, UnknownKeys};
 
 /// A configuration file that cannot be used.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -98,7 +98,7 @@ impl Config {
     /// Reads this file with all its mistakes. No file: the defaults.
     pub fn read(path: &Path) -> Result<Reading, ConfigError> {
         let mut config = Self::default();
-        let Found { mut mistakes, lines } = read(path, &mut config, UnknownKeys::Refuse)?;
+        let FileReport { mut mistakes, lines } = read(path, &mut config, UnknownKeys::Refuse)?;
         if config.images.bulk == Bulk::Store && config.images.store.is_none() {
             mistakes.push(Mistake {
                 line: lines.get(BULK).copied().unwrap_or_default(),
@@ -123,9 +123,9 @@ pub(crate) fn read(
     path: &Path,
     section: &mut dyn Section,
     unknown: UnknownKeys,
-) -> Result<Found, ConfigError> {
+) -> Result<FileReport, ConfigError> {
     let text = match std::fs::read(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Found::default()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(FileReport::default()),
         read => read.map_err(|source| ConfigError::Read {
             path: path.to_owned(),
             source,

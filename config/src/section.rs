@@ -127,19 +127,19 @@ pub(crate) enum UnknownKeys {
 
 /// What was found in a file.
 #[derive(Debug, Default)]
-pub(crate) struct Found {
+pub(crate) struct FileReport {
     pub mistakes: Vec<Mistake>,
     /// The line of each key that was read.
     pub lines: BTreeMap<String, usize>,
 }
 
 /// Reads a file of such sections.
-pub(crate) fn read(text: &str, section: &mut dyn Section, unknown: UnknownKeys) -> Found {
+pub(crate) fn read(text: &str, section: &mut dyn Section, unknown: UnknownKeys) -> FileReport {
     let (table, errors) = DeTable::parse_recoverable(text);
     let mut reader = Reader {
         text,
         unknown,
-        found: Found::default(),
+        found: FileReport::default(),
     };
     for error in &errors {
         let at = error.span().map_or(0, |span| span.start);
@@ -156,7 +156,7 @@ pub(crate) fn read(text: &str, section: &mut dyn Section, unknown: UnknownKeys) 
 struct Reader<'t> {
     text: &'t str,
     unknown: UnknownKeys,
-    found: Found,
+    found: FileReport,
 }
 
 impl Reader<'_> {

@@ -23,7 +23,7 @@ use crate::state;
 
 /// What a hook makes.
 #[derive(Debug, PartialEq, Eq)]
-enum Made {
+enum HookOutput {
     /// Links, `TEXT::PATH`.
     Links(Vec<String>),
     /// Entries of the loader's cache for these files.
@@ -40,9 +40,9 @@ pub fn run(bundle: &Path) -> Result<()> {
     for made in spec.create_hooks().filter_map(|hook| made_by(&hook)) {
         any = true;
         match made {
-            Made::Links(more) => links.extend(more),
-            Made::Libraries(more) => libraries.extend(more),
-            Made::Folders(folders) => {
+            HookOutput::Links(more) => links.extend(more),
+            HookOutput::Libraries(more) => libraries.extend(more),
+            HookOutput::Folders(folders) => {
                 let (more, named) = named(&mounts, &folders);
                 links.extend(more);
                 libraries.extend(named);
@@ -124,7 +124,7 @@ fn path_of(link: &str) -> &str {
     link.split_once("::").map_or("", |(_, path)| path)
 }
 
-fn made_by(hook: &Hook) -> Option<Made> {
+fn made_by(hook: &Hook) -> Option<HookOutput> {
     let words: Vec<&str> = hook.args().iter().flatten().map(String::as_str).collect();
     let program = hook.path().file_name()?.to_str()?;
     let words = match (program, words.get(1)) {
@@ -134,9 +134,9 @@ fn made_by(hook: &Hook) -> Option<Made> {
     };
     let (verb, options) = words.split_first()?;
     match (*verb, program) {
-        ("create-symlinks", _) => Some(Made::Links(values(options, "--link"))),
-        ("update-ldcache", "firn-hook") => Some(Made::Libraries(values(options, "--library"))),
-        ("update-ldcache", _) => Some(Made::Folders(values(options, "--folder"))),
+        ("create-symlinks", _) => Some(HookOutput::Links(values(options, "--link"))),
+        ("update-ldcache", "firn-hook") => Some(HookOutput::Libraries(values(options, "--library"))),
+        ("update-ldcache", _) => Some(HookOutput::Folders(values(options, "--folder"))),
         _ => None,
     }
 }
@@ -176,8 +176,8 @@ mod tests {
 
     #[test]
     fn hooks_are_read_in_every_form_and_others_are_left() {
-        let links = || Some(Made::Links(strings(&["a::/l/a", "b::/l/b"])));
-        let folders = || Some(Made::Folders(strings(&["/l"])));
+        let links = || Some(HookOutput::Links(strings(&["a::/l/a", "b::/l/b"])));
+        let folders = || Some(HookOutput::Folders(strings(&["/l"])));
         for (path, args, expected) in [
             (
                 "/usr/local/bin/firn-hook",
@@ -202,7 +202,7 @@ mod tests {
             (
                 "/usr/bin/firn-hook",
                 "firn-hook update-ldcache --library /l/a",
-                Some(Made::Libraries(strings(&["/l/a"]))),
+                Some(HookOutput::Libraries(strings(&["/l/a"]))),
             ),
             (
                 "/usr/bin/nvidia-cdi-hook",

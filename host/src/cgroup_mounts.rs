@@ -20,14 +20,14 @@ pub enum Version {
 
 /// The directory of a cgroup in one hierarchy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct CgroupDir {
     /// Where the hierarchy is mounted.
     pub mount_point: PathBuf,
     /// The cgroup, relative to the mount point.
     pub path: PathBuf,
 }
 
-impl Place {
+impl CgroupDir {
     /// The directory.
     pub fn dir(&self) -> PathBuf {
         self.mount_point.join(&self.path)
@@ -49,7 +49,7 @@ struct Hierarchy {
 
 impl Hierarchy {
     /// The place of a cgroup that is named from the root of the hierarchy.
-    fn place(&self, absolute: &Path) -> Place {
+    fn place(&self, absolute: &Path) -> CgroupDir {
         // With a mount of a part of the hierarchy, the part's own path comes first in the kernel's names.
         let below = absolute.strip_prefix(&self.root).unwrap_or(absolute);
         let mut path = PathBuf::new();
@@ -63,7 +63,7 @@ impl Hierarchy {
                 Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
             }
         }
-        Place {
+        CgroupDir {
             mount_point: self.mount_point.clone(),
             path,
         }
@@ -126,7 +126,7 @@ impl Hierarchies {
     }
 
     /// The places of a process, by controller; `cgroups` is the text of its /proc/PID/cgroup.
-    pub fn of_process(&self, cgroups: &str) -> BTreeMap<String, Place> {
+    pub fn of_process(&self, cgroups: &str) -> BTreeMap<String, CgroupDir> {
         let mut places = BTreeMap::new();
         for (names, path) in cgroups.lines().filter_map(membership) {
             for name in names.split(',') {
@@ -139,7 +139,7 @@ impl Hierarchies {
     }
 
     /// The places of a cgroup that has this path in every hierarchy.
-    pub fn of_path(&self, path: &Path) -> BTreeMap<String, Place> {
+    pub fn of_path(&self, path: &Path) -> BTreeMap<String, CgroupDir> {
         let places = self.mounts.iter();
         crate::ordered::map_of(places.map(|(name, hierarchy)| (name.clone(), hierarchy.place(path))))
     }

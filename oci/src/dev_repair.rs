@@ -31,7 +31,7 @@ use crate::{Spec, SpecDevice, SpecError, job_hook, other_gpu};
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::{Chain, Problem, open_below};
 
-use directory::{Directory, Found, device_id};
+use directory::{Directory, EntryKind, device_id};
 
 /// Where a container's device nodes are.
 const DEV: &str = "/dev";
@@ -242,7 +242,7 @@ impl Dev {
             let Ok(Some(directory)) = self.open(name) else {
                 return false;
             };
-            let is_device = |path: &PathBuf| matches!(directory.found(path), Ok(Some(Found::Device(_))));
+            let is_device = |path: &PathBuf| matches!(directory.found(path), Ok(Some(EntryKind::Device(_))));
             let paths = directory.gpu_paths();
             paths.is_ok_and(|paths| paths.iter().any(is_device))
         })
@@ -314,9 +314,9 @@ impl Dev {
             let path = &device.node.path;
             let found = work.directory.as_ref().map(|directory| directory.found(path));
             match found.transpose()?.flatten() {
-                Some(Found::Device(id)) if id == device.node.id() => {}
+                Some(EntryKind::Device(id)) if id == device.node.id() => {}
                 _ if user_namespace => return Err(DevError::UserNamespace { path: path.clone() }),
-                Some(Found::Directory) => return Err(step("remove", path)(Errno::EISDIR)),
+                Some(EntryKind::Directory) => return Err(step("remove", path)(Errno::EISDIR)),
                 found => work.make.push((device, found.is_some())),
             }
         }

@@ -37,7 +37,7 @@ impl Action {
 
 /// How a call of this process has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Done {
+pub enum CallEnd {
     /// It was firn's, and is done.
     Here,
     /// It is runc's.

@@ -8,10 +8,10 @@ use firn_transaction::look;
 use firn_transaction::recording;
 use nix::sys::prctl;
 
-use crate::action::{Action, Done, PASS};
+use crate::action::{Action, CallEnd, PASS};
 use crate::command_line::{CommandLine, Verb};
 use crate::error::{Failure, Trouble};
-use crate::open::{self, Found, Open};
+use crate::open::{self, Open, OpenState};
 use crate::{checkpoint, create, logger, recover, restore};
 
 pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
@@ -32,8 +32,8 @@ pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
     let _named = prctl::set_name(c"firn-runc");
     logger::start(&line);
     match serve(action == Some(Action::Recover), &line) {
-        Ok(Done::Here) => ExitCode::SUCCESS,
-        Ok(Done::Pass) => ExitCode::from(PASS),
+        Ok(CallEnd::Here) => ExitCode::SUCCESS,
+        Ok(CallEnd::Pass) => ExitCode::from(PASS),
         Err(failure) => {
             logger::report(Some(&line), &failure);
             ExitCode::FAILURE
@@ -41,7 +41,7 @@ pub fn run(action: &OsStr, words: &[OsString]) -> ExitCode {
     }
 }
 
-fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
+fn serve(recovers: bool, line: &CommandLine) -> Result<CallEnd, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(Trouble::Start)?;
     let done = runtime.block_on(recording::within_call(async {
@@ -60,7 +60,7 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
                 restore::run(line, &reaper).await
             }
             Verb::Kill | Verb::Delete | Verb::Pause | Verb::Resume | Verb::Features | Verb::Other => {
-                Ok(Done::Pass)
+                Ok(CallEnd::Pass)
             }
         }
     }));
@@ -71,17 +71,17 @@ fn serve(recovers: bool, line: &CommandLine) -> Result<Done, Failure> {
 
 /// Rolls back what an earlier process has left of a transaction. A kill is done with it, and a resume if the
 /// container runs.
-async fn left(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+async fn left(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure> {
     let Some(id) = open::named(line) else {
-        return Ok(Done::Pass);
+        return Ok(CallEnd::Pass);
     };
     match Open::find(line, id).map_err(Trouble::Notes)? {
-        Found::Nothing => Ok(Done::Pass),
-        Found::Busy if matches!(line.verb, Verb::Pause | Verb::Resume) => {
+        OpenState::Nothing => Ok(CallEnd::Pass),
+        OpenState::Busy if matches!(line.verb, Verb::Pause | Verb::Resume) => {
             Err(Trouble::Busy { id: id.to_owned() }.into())
         }
         // The client may end or see a container that is under way.
-        Found::Busy => Ok(Done::Pass),
-        Found::Left(open) => recover::run(line, id, open, reaper).await,
+        OpenState::Busy => Ok(CallEnd::Pass),
+        OpenState::Left(open) => recover::run(line, id, open, reaper).await,
     }
 }

@@ -6,12 +6,12 @@ use firn_image::manifest::DumpFlags;
 use firn_process::reaper::Reaper;
 use firn_transaction::checkpoint::{self, Request};
 use firn_transaction::container::InitState;
-use firn_transaction::history::{self, Place, code_of};
+use firn_transaction::history::{self, HistoryDir, code_of};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
 use firn_transaction::recording;
 
-use crate::action::Done;
+use crate::action::CallEnd;
 use crate::command_line::CommandLine;
 use crate::container;
 use crate::error::{Failure, Trouble};
@@ -24,15 +24,15 @@ const REFUSED: [&str; 5] = ["pre-dump", "lazy-pages", "page-server", "status-fd"
 /// runc's image directory if none is named.
 const IMAGE: &str = "checkpoint";
 
-pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure> {
     let id = line.id().unwrap_or_default();
     let state = container::state(line, id, reaper).await?;
     let Some(state) = state.filter(container::State::is_alive) else {
-        return Ok(Done::Pass);
+        return Ok(CallEnd::Pass);
     };
     let container = container::running(line, id, &state, reaper)?;
     if !container.traits.by_firn() && !container.traits.other_gpus {
-        return Ok(Done::Pass);
+        return Ok(CallEnd::Pass);
     }
     refuse(line, id, &REFUSED)?;
     expect_configured().map_err(Trouble::Config)?;
@@ -59,12 +59,12 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     };
     let code = done.as_ref().err().and_then(code_of);
     let outcome = recording.outcome(&container, done.is_ok());
-    history::write(&Place::default(), recording.entry(outcome, code)).await;
+    history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
     // The note of a suspended container leads the next call to its journal.
     if container.state() != InitState::Suspended {
         open.end().map_err(Trouble::Notes)?;
     }
-    Ok(done.map(|()| Done::Here)?)
+    Ok(done.map(|()| CallEnd::Here)?)
 }
 
 /// The flags of CRIU that both commands have.

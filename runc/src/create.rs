@@ -8,12 +8,12 @@ use firn_transaction::create::{Request, prepare};
 use firn_transaction::recovery;
 use firn_transaction::restore::NoImages;
 
-use crate::action::Done;
+use crate::action::CallEnd;
 use crate::command_line::CommandLine;
 use crate::container::{NAMESPACE, options};
 use crate::error::{Failure, Trouble};
 
-pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure> {
     let (id, bundle) = (line.id().unwrap_or_default(), line.bundle());
     recovery::recover(&bundle).await;
     let cancel = CancellationToken::default();
@@ -29,7 +29,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
         cancel: &cancel,
     });
     match prepared.await?.restore {
-        None => Ok(Done::Pass),
+        None => Ok(CallEnd::Pass),
         Some(_) => Err(Trouble::Annotation { id: id.to_owned() }.into()),
     }
 }

@@ -26,7 +26,7 @@ pub struct Open {
 
 /// What was found of a container.
 #[derive(Debug)]
-pub enum Found {
+pub enum OpenState {
     /// No transaction is open.
     Nothing,
     /// Another process is at it.
@@ -55,15 +55,15 @@ pub fn is_id(word: &str) -> bool {
 
 impl Open {
     /// Looks whether a transaction of the container is open, and takes one that is left.
-    pub fn find(line: &CommandLine, id: &str) -> io::Result<Found> {
+    pub fn find(line: &CommandLine, id: &str) -> io::Result<OpenState> {
         let path = dir(line).join(id);
         let opened = OpenOptions::new().read(true).write(true).open(&path);
         let Some(file) = opened.if_present()? else {
-            return Ok(Found::Nothing);
+            return Ok(OpenState::Nothing);
         };
         match Self::lock(path, file) {
-            Ok(open) => Ok(open.map_or(Found::Nothing, Found::Left)),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Found::Busy),
+            Ok(open) => Ok(open.map_or(OpenState::Nothing, OpenState::Left)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(OpenState::Busy),
             Err(error) => Err(error),
         }
     }
@@ -129,26 +129,26 @@ mod tests {
     fn a_transaction_is_left_once_its_process_has_gone() {
         let root = tempfile::tempdir().unwrap();
         let line = line(root.path());
-        assert!(matches!(Open::find(&line, "job").unwrap(), Found::Nothing));
+        assert!(matches!(Open::find(&line, "job").unwrap(), OpenState::Nothing));
         assert_eq!(named(&line), None);
         let open = Open::begin(&line, "job", Path::new("/bundle")).unwrap().unwrap();
-        assert!(matches!(Open::find(&line, "job").unwrap(), Found::Busy));
+        assert!(matches!(Open::find(&line, "job").unwrap(), OpenState::Busy));
         assert!(Open::begin(&line, "job", Path::new("/bundle")).unwrap().is_none());
         assert_eq!(named(&line), Some("job"));
         drop(open);
-        let Found::Left(mut left) = Open::find(&line, "job").unwrap() else {
+        let OpenState::Left(mut left) = Open::find(&line, "job").unwrap() else {
             panic!("it is not left");
         };
         assert_eq!(left.bundle().unwrap().as_deref(), Some(Path::new("/bundle")));
         left.end().unwrap();
-        assert!(matches!(Open::find(&line, "job").unwrap(), Found::Nothing));
+        assert!(matches!(Open::find(&line, "job").unwrap(), OpenState::Nothing));
         fs::write(dir(&line).join("job"), "").unwrap();
-        let Found::Left(mut left) = Open::find(&line, "job").unwrap() else {
+        let OpenState::Left(mut left) = Open::find(&line, "job").unwrap() else {
             panic!("an empty note is not left");
         };
         assert_eq!(left.bundle().unwrap(), None);
         left.end().unwrap();
-        assert!(matches!(Open::find(&line, "job").unwrap(), Found::Nothing));
+        assert!(matches!(Open::find(&line, "job").unwrap(), OpenState::Nothing));
         fs::remove_dir(dir(&line)).unwrap();
     }
 

@@ -11,7 +11,7 @@ use firn_process::reaper::Reaper;
 use firn_transaction::checkpoint;
 use firn_transaction::container::{Container, InitState};
 use firn_transaction::create;
-use firn_transaction::history::{self, Place, code_of};
+use firn_transaction::history::{self, HistoryDir, code_of};
 use firn_transaction::journal::{Operation, Outcome};
 use firn_transaction::recording;
 use firn_transaction::recovery::Recovery;
@@ -19,7 +19,7 @@ use firn_transaction::restore;
 use firn_transaction::runc::Runc;
 use firn_transaction::{huge_pages, killed_criu};
 
-use crate::action::Done;
+use crate::action::CallEnd;
 use crate::command_line::{CommandLine, Verb};
 use crate::container::{NAMESPACE, made, options, running, state};
 use crate::error::{Failure, Trouble};
@@ -29,13 +29,13 @@ use crate::open::Open;
 const ENDED: Duration = Duration::from_secs(20);
 
 /// Rolls back the transaction of container `id` that is noted in `open`.
-pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) -> Result<Done, Failure> {
-    let mut done = Done::Pass;
+pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) -> Result<CallEnd, Failure> {
+    let mut done = CallEnd::Pass;
     let bundle = open.bundle().map_err(Trouble::Notes)?;
     let recovery = bundle.as_deref().and_then(Recovery::of);
     if let (Some(bundle), Some(recovery)) = (bundle, recovery) {
         recovery.record().adopt();
-        history::write_killed(&Place::default(), &bundle).await;
+        history::write_killed(&HistoryDir::default(), &bundle).await;
         log::warn!(
             "{} of container {id} was cut off and is rolled back",
             recovery.record().begin.op
@@ -72,7 +72,7 @@ async fn checkpointed(
     bundle: &Path,
     recovery: &Recovery,
     reaper: &Reaper,
-) -> Result<Done, Failure> {
+) -> Result<CallEnd, Failure> {
     let state = state(line, id, reaper).await?;
     let container = match &state {
         Some(state) if state.is_alive() => Some(running(line, id, state, reaper)?),
@@ -82,19 +82,19 @@ async fn checkpointed(
         (Some(container), Verb::Kill | Verb::Delete) => {
             ended(bundle, Some(&container), recovery, reaper).await;
             let is_killed = line.verb == Verb::Kill;
-            Ok(if is_killed { Done::Here } else { Done::Pass })
+            Ok(if is_killed { CallEnd::Here } else { CallEnd::Pass })
         }
         (Some(container), Verb::Resume) => {
             rolled_back(&container, recovery, reaper).await?;
             let state = self::state(line, id, reaper).await?;
             // Paused it is if the client had paused it before the checkpoint.
             let runs = state.is_some_and(|state| state.is_running());
-            Ok(if runs { Done::Here } else { Done::Pass })
+            Ok(if runs { CallEnd::Here } else { CallEnd::Pass })
         }
         (Some(container), _) => rolled_back(&container, recovery, reaper).await,
         (None, _) => {
             ended(bundle, None, recovery, reaper).await;
-            Ok(Done::Pass)
+            Ok(CallEnd::Pass)
         }
     }
 }
@@ -103,20 +103,20 @@ async fn rolled_back(
     container: &Arc<Container>,
     recovery: &Recovery,
     reaper: &Reaper,
-) -> Result<Done, Failure> {
+) -> Result<CallEnd, Failure> {
     if recovery.record().outcome == Some(Outcome::Suspended) {
         let recording = recording::begin(Operation::Resume, &container.id, NAMESPACE);
         let done = checkpoint::resume(container, reaper).await;
         let code = done.as_ref().err().and_then(code_of);
         let outcome = recording.outcome(container, done.is_ok());
-        history::write(&Place::default(), recording.entry(outcome, code)).await;
+        history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
         done?;
-        return Ok(Done::Pass);
+        return Ok(CallEnd::Pass);
     }
     let error = checkpoint::rollback_after_panic(container, reaper).await;
     match container.state() {
         InitState::Suspended => Err(error.into()),
-        _ => Ok(Done::Pass),
+        _ => Ok(CallEnd::Pass),
     }
 }
 

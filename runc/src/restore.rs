@@ -10,12 +10,12 @@ use firn_oci::Spec;
 use firn_process::cancel::CancellationToken;
 use firn_process::reaper::Reaper;
 use firn_transaction::create::{PrepareError, PreparedBundle, Request, prepare};
-use firn_transaction::history::{self, Place, code_of};
+use firn_transaction::history::{self, HistoryDir, code_of};
 use firn_transaction::journal::Operation;
 use firn_transaction::restore::{self, FrontEnd, RestoreError};
 use firn_transaction::{recording, recovery};
 
-use crate::action::Done;
+use crate::action::CallEnd;
 use crate::checkpoint::{flags, refuse};
 use crate::command_line::CommandLine;
 use crate::container::{NAMESPACE, made, options};
@@ -32,14 +32,14 @@ const IMAGE: &str = "checkpoint";
 /// Where runc writes init's pid if the client names no file.
 const PID_FILE: &str = "init.pid";
 
-pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
+pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure> {
     let (id, bundle) = (line.id().unwrap_or_default(), line.bundle());
     let image = line.path("image-path");
     let image = image.unwrap_or_else(|| std::path::absolute(IMAGE).unwrap_or_else(|_| IMAGE.into()));
     let spec = Spec::load(&bundle).map_err(PrepareError::from)?;
     if !spec.requests_gpu() && !spec.has_other_gpus() && !image.join(names::MANIFEST).exists() {
         restore::admit(id, &spec, &bundle, &image, reaper).await?;
-        return Ok(Done::Pass);
+        return Ok(CallEnd::Pass);
     }
     refuse(line, id, &REFUSED)?;
     expect_configured().map_err(Trouble::Config)?;
@@ -53,9 +53,9 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<Done, Failure> {
     let done = transact(line, id, &bundle, &image, reaper).await;
     let outcome = if done.is_ok() { "done" } else { "failed" };
     let code = done.as_ref().err().and_then(code_of);
-    history::write(&Place::default(), recording.entry(outcome, code)).await;
+    history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
     open.end().map_err(Trouble::Notes)?;
-    done.map(|()| Done::Here)
+    done.map(|()| CallEnd::Here)
 }
 
 async fn transact(

@@ -30,7 +30,7 @@ use crate::error::{ActionError, failed};
 use crate::logger;
 use crate::task::{INIT_PID, pid_field};
 use firn_host::Chain;
-use firn_transaction::history::{self, Place};
+use firn_transaction::history::{self, HistoryDir};
 use firn_transaction::huge_pages;
 use firn_transaction::journal::Operation;
 use firn_transaction::killed_criu;
@@ -200,7 +200,7 @@ impl Steps {
 
     async fn write_history(&self, bundle: &Path) {
         let written = async {
-            history::write_killed(&Place::default(), bundle).await;
+            history::write_killed(&HistoryDir::default(), bundle).await;
             Ok::<(), Infallible>(())
         };
         self.attempt("write the history", KILL_LIMIT, written).await;

@@ -5,27 +5,27 @@ use std::future::Future;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use firn_transaction::history::{Entry, Place, write};
+use firn_transaction::history::{Entry, HistoryDir, write};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 /// Writes entries one after the other.
 pub struct History {
-    place: Place,
+    place: HistoryDir,
     /// The last entry that is to be written.
     last: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl History {
     /// Writes to `place`.
-    pub fn new(place: Place) -> Self {
+    pub fn new(place: HistoryDir) -> Self {
         Self {
             place,
             last: Mutex::default(),
         }
     }
 
-    pub(crate) fn place(&self) -> &Place {
+    pub(crate) fn place(&self) -> &HistoryDir {
         &self.place
     }
 
@@ -70,7 +70,7 @@ mod tests {
     #[tokio::test]
     async fn entries_are_written_in_order_and_nobody_waits_for_them() {
         let dir = tempfile::tempdir().unwrap();
-        let place = Place::new(dir.path().join("history"));
+        let place = HistoryDir::new(dir.path().join("history"));
         let history = History::new(place.clone());
         let (known, image) = oneshot::channel();
         history.write(entry("first"), async { image.await.unwrap_or_default() });
@@ -90,7 +90,7 @@ mod tests {
     #[tokio::test]
     async fn a_containerd_that_does_not_answer_delays_the_end_by_the_limit() {
         let dir = tempfile::tempdir().unwrap();
-        let history = History::new(Place::new(dir.path().join("history")));
+        let history = History::new(HistoryDir::new(dir.path().join("history")));
         assert!(history.flush(Duration::ZERO).await, "nothing to write");
         history.write(entry("first"), std::future::pending());
         assert!(!history.flush(Duration::from_millis(1)).await);

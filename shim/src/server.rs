@@ -36,7 +36,7 @@ use crate::error::{ActionError, failed, failed_at};
 use crate::events::Publisher;
 use crate::history::History;
 use crate::logger;
-use firn_transaction::history::Place;
+use firn_transaction::history::HistoryDir;
 
 /// The fifo in the bundle that containerd reads.
 const LOG_FIFO: &str = "log";
@@ -87,7 +87,7 @@ pub fn run(
     let served = runtime.block_on(async {
         let publisher = Publisher::new(&env::ttrpc_address(), &args.namespace);
         let serving = CancellationToken::default();
-        let history = Arc::new(History::new(Place::default()));
+        let history = Arc::new(History::new(HistoryDir::default()));
         let service = service(Context {
             namespace: args.namespace.clone(),
             address: args.address.clone(),

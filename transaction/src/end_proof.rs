@@ -113,10 +113,10 @@ fn file_is_whole(dir: &Path, file: &ImageFile) -> Result<(), NotOnDisk> {
 /// Shown: the workload may end.
 #[derive(Debug)]
 #[must_use]
-pub struct EndProof(Shown);
+pub struct EndProof(Evidence);
 
 #[derive(Debug)]
-enum Shown {
+enum Evidence {
     Durable(PathBuf),
     Committed(String),
     Copy(String),
@@ -125,24 +125,24 @@ enum Shown {
 impl EndProof {
     /// containerd has committed every blob of the checkpoint `name`: it syncs a blob before it answers.
     pub fn committed(name: &str) -> Self {
-        Self(Shown::Committed(name.to_owned()))
+        Self(Evidence::Committed(name.to_owned()))
     }
 
     /// A copy runs on this node, and still did a while after its start.
     pub fn of_copy(node: &str, _runs: RunsElsewhere) -> Self {
-        Self(Shown::Copy(node.to_owned()))
+        Self(Evidence::Copy(node.to_owned()))
     }
 
     /// Of a test that ends nothing.
     #[cfg(any(test, feature = "testing"))]
     pub fn of_test() -> Self {
-        Self(Shown::Copy("test".to_owned()))
+        Self(Evidence::Copy("test".to_owned()))
     }
 }
 
 impl From<Durable> for EndProof {
     fn from(durable: Durable) -> Self {
-        Self(Shown::Durable(durable.0))
+        Self(Evidence::Durable(durable.0))
     }
 }
 
@@ -150,9 +150,9 @@ impl From<Durable> for EndProof {
 impl fmt::Display for EndProof {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Shown::Durable(path) => write!(f, "its checkpoint in {} is on its disk", path.display()),
-            Shown::Committed(name) => write!(f, "containerd has its checkpoint {name}"),
-            Shown::Copy(node) => write!(f, "its copy runs on {node}"),
+            Evidence::Durable(path) => write!(f, "its checkpoint in {} is on its disk", path.display()),
+            Evidence::Committed(name) => write!(f, "containerd has its checkpoint {name}"),
+            Evidence::Copy(node) => write!(f, "its copy runs on {node}"),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use firn_config::names;
 use firn_host::{Chain, Problem, ProblemReport};
 use firn_image::memory::call::{Order, Request};
-use firn_image::memory::progress::{self, Progress, Shown};
+use firn_image::memory::progress::{self, Progress, ProgressFile};
 use firn_process::blocking::{remove, tidy};
 use firn_process::cancel::CancellationToken;
 use firn_process::reaper::{OutputError, Reaper};
@@ -84,7 +84,7 @@ impl Copier {
 
     /// What firn-hook prints. Apart, because it is compiled once and not for each type of result.
     async fn printed(&self, request: Request, cancel: &CancellationToken) -> Result<Vec<u8>, CopyError> {
-        let shown = phase(&request).map(|phase| Shown {
+        let shown = phase(&request).map(|phase| ProgressFile {
             file: self.bundle.join(names::BUNDLE_PROGRESS),
             phase: phase.name().to_owned(),
         });

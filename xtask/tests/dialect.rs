@@ -1,4 +1,4 @@
-//! How functions of this workspace are written, where no lint has it.
+//! How functions and types of this workspace are written, where no lint has it.
 #![allow(
     clippy::unwrap_used,
     reason = "a source that cannot be read is a test that fails"
@@ -150,4 +150,52 @@ fn nothing_goes_on() {
         }
     }
     assert!(found.is_empty(), "{found:#?}");
+}
+
+/// Names that fit every type, and show nothing of one.
+const NAMES_OF_ANYTHING: [&str; 5] = ["Done", "Found", "Made", "Place", "Shown"];
+
+/// The name of the type that a line declares.
+fn declared(line: &str) -> Option<&str> {
+    let line = line.trim_start();
+    let line = match line.strip_prefix("pub") {
+        Some(after) => after.split_once(' ')?.1,
+        None => line,
+    };
+    let after = line
+        .strip_prefix("struct ")
+        .or_else(|| line.strip_prefix("enum "))?;
+    after.split(|character: char| !character.is_alphanumeric()).next()
+}
+
+#[test]
+fn types_have_names_of_their_own() {
+    let (mut found, mut seen) = (Vec::new(), 0);
+    for (path, code) in sources() {
+        if path.starts_with("tests/") {
+            continue;
+        }
+        for name in code.lines().filter_map(declared) {
+            seen += 1;
+            if NAMES_OF_ANYTHING.contains(&name) {
+                found.push(format!("{path}: {name}"));
+            }
+        }
+    }
+    assert!(seen > 500, "only {seen} types were found");
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn declared_types_are_found() {
+    let lines = [
+        "pub struct Found {",
+        "    pub(crate) enum Made<'a> {",
+        "struct Place(PathBuf);",
+        "// struct A",
+    ];
+    assert_eq!(
+        lines.map(declared),
+        [Some("Found"), Some("Made"), Some("Place"), None]
+    );
 }

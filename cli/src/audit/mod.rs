@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use crate::args::AuditArgs;
 use crate::output::{self, printed};
-use crate::place::Place;
+use crate::place::Location;
 use crate::program;
 use crate::view::{Subject, View};
 use findings::{Signal, Signals};
@@ -90,7 +90,7 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
     let config = Config::load(Keys::CHECKPOINT).map_err(ProblemReport::from)?;
     let report = match Subject::of(&args.subject) {
         Subject::Container(_) => workload::audit(args, &config)?,
-        Subject::Checkpoint(Place::Ref(name)) if name.parse::<i32>().is_ok() => {
+        Subject::Checkpoint(Location::Ref(name)) if name.parse::<i32>().is_ok() => {
             workload::audit(args, &config)?
         }
         Subject::Checkpoint(place) => match View::open(&place, &args.subject) {
@@ -108,8 +108,8 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
 }
 
 /// Whether a name is that of a container rather than that of an image: then the error is about a container.
-fn is_bare(place: &Place, args: &AuditArgs) -> bool {
-    args.subject.kind.is_none() && matches!(place, Place::Ref(name) if !name.contains(['/', ':']))
+fn is_bare(place: &Location, args: &AuditArgs) -> bool {
+    args.subject.kind.is_none() && matches!(place, Location::Ref(name) if !name.contains(['/', ':']))
 }
 
 fn of_checkpoint(view: &View, args: &AuditArgs, config: &Config) -> Result<Report> {

@@ -115,7 +115,7 @@ pub enum CheckpointError {
     #[problem("FIRN-DUMP", "see whether its file system has room and works (`dmesg`)")]
     NotOnDisk(#[from] NotOnDisk),
     #[error(transparent)]
-    Place(#[from] Ambiguous),
+    Location(#[from] Ambiguous),
     #[error(transparent)]
     Image(#[from] ImageError),
     #[error(transparent)]

@@ -2,26 +2,26 @@
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::output::verbatim;
-use crate::place::Place;
+use crate::place::Location;
 
 /// Prints them.
-pub fn print(args: &CheckpointArgs, place: &Place) {
+pub fn print(args: &CheckpointArgs, place: &Location) {
     let ctr = ctr(args);
     let id = &args.container;
     let image = match place {
-        Place::Ref(name) => name.clone(),
+        Location::Ref(name) => name.clone(),
         _ => format!("checkpoint/{id}"),
     };
     let take = format!("{ctr} containers checkpoint --rw --task {id} {image}");
     match place {
-        Place::Ref(_) => verbatim!("{take}"),
-        Place::File(path) => {
+        Location::Ref(_) => verbatim!("{take}"),
+        Location::File(path) => {
             verbatim!("{take}");
             let path = path.display();
             verbatim!("{ctr} images export --local --skip-manifest-json {path} {image}");
             verbatim!("{ctr} images rm --sync {image}");
         }
-        Place::Dir(path) => {
+        Location::Dir(path) => {
             let path = path.display();
             verbatim!("{ctr} tasks checkpoint --image-path {path}/checkpoint {id}");
         }

@@ -24,7 +24,7 @@ pub use source::{Candidate, OPTIONS, Source};
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};
 use crate::output::{self, line, note, printed};
-use crate::place::Place;
+use crate::place::Location;
 use crate::steps::{Step, Steps};
 use crate::stored::{self, InStore};
 use crate::text;
@@ -81,7 +81,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
         return pod::run(args);
     };
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
-    let done = match Place::of(to, args.kind) {
+    let done = match Location::of(to, args.kind) {
         Ok(place) if args.explain => {
             explain::print(args, &place);
             return Ok(true);
@@ -100,7 +100,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
 
 fn print(
     args: &CheckpointArgs,
-    place: &Place,
+    place: &Location,
     made: NewCheckpoint,
     begun: Instant,
     steps: &Steps,
@@ -178,7 +178,7 @@ async fn pinned(manifest: Option<Manifest>) -> Option<InStore> {
 async fn begin(
     found: Candidate,
     containerd: &Containerd,
-    place: &Place,
+    place: &Location,
 ) -> Result<(Source, Target), CheckpointError> {
     let mut target = Target::begin(containerd, place).await?;
     match found.begin(containerd).await {
@@ -192,14 +192,14 @@ async fn begin(
 
 async fn checkpoint(
     args: &CheckpointArgs,
-    place: &Place,
+    place: &Location,
     steps: &mut Steps,
 ) -> Result<NewCheckpoint, CheckpointError> {
     let namespace = args.namespace();
     let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
     let found = Source::find(&containerd, namespace, &args.container).await?;
     let id = found.container.id.clone();
-    if !matches!(place, Place::Dir(_)) {
+    if !matches!(place, Location::Dir(_)) {
         found.expect_base()?;
     }
     let mut interrupts = Interrupts::new()?;

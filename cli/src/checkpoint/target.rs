@@ -23,7 +23,7 @@ use crate::moves::is_firns;
 use crate::oci_image::{self, ImageError, Index, Layout, media};
 use crate::outlet::Outlet;
 use crate::output::note;
-use crate::place::Place;
+use crate::place::Location;
 use crate::steps::Steps;
 
 /// How long a file may take nothing.
@@ -40,15 +40,15 @@ pub enum Target {
 
 impl Target {
     /// Fails if something is there already.
-    pub async fn begin(containerd: &Containerd, place: &Place) -> Result<Self, CheckpointError> {
+    pub async fn begin(containerd: &Containerd, place: &Location) -> Result<Self, CheckpointError> {
         match place {
-            Place::Ref(name) => match containerd.image(name).await? {
+            Location::Ref(name) => match containerd.image(name).await? {
                 None => Ok(Self::Image(name.clone(), None)),
                 Some(_) => Err(CheckpointError::Exists {
                     what: format!("image {name}"),
                 }),
             },
-            Place::File(path) => {
+            Location::File(path) => {
                 let file = OpenOptions::new()
                     .write(true)
                     .create_new(true)
@@ -56,7 +56,7 @@ impl Target {
                     .open(path);
                 Ok(Self::File(path.clone(), file.map_err(made(path))?))
             }
-            Place::Dir(path) => {
+            Location::Dir(path) => {
                 let path = std::path::absolute(path).map_err(made(path))?;
                 let is_new = match DirBuilder::new().mode(0o700).create(&path) {
                     Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => false,

@@ -6,7 +6,7 @@ mod json;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use firn_transaction::history::{Entry, Place};
+use firn_transaction::history::{Entry, HistoryDir};
 
 use self::args::HistoryArgs;
 use crate::output::{self, line};
@@ -39,7 +39,7 @@ pub fn run(args: &HistoryArgs) -> Result<bool> {
 }
 
 fn read(dir: &Path) -> Result<Vec<Entry>> {
-    let history = Place::new(dir).read();
+    let history = HistoryDir::new(dir).read();
     let of = || format!("read the history in {}: try `sudo firn history`", dir.display());
     Ok(history.with_context(of)?.entries)
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use firn_host::atomic_file;
-use firn_transaction::history::Place;
+use firn_transaction::history::HistoryDir;
 use firn_transaction::lease::Lease;
 
 use self::args::MetricsArgs;
@@ -40,7 +40,7 @@ fn containers(state: &Path) -> Result<Vec<Container>> {
 
 /// The metrics of this node.
 fn of_node(state: &Path, dir: &Path) -> Result<String> {
-    let history = Place::new(dir).read();
+    let history = HistoryDir::new(dir).read();
     let history = history.with_context(|| format!("read the history in {}: try with sudo", dir.display()))?;
     let now = text::Now {
         containers: containers(state)?,

@@ -15,7 +15,7 @@ use super::error::RestoreError;
 use super::made::Creations;
 use crate::containerd::{Any, Containerd, Image, Runtime, Snapshot};
 use crate::oci_image::{self, BaseImage, ImageError, Index, Part, media};
-use crate::place::Place;
+use crate::place::Location;
 use crate::steps::Steps;
 
 /// Largest manifest and spec that are read.
@@ -23,19 +23,19 @@ const MAX_BYTES: u64 = 16 << 20;
 
 /// The index of the checkpoint, whose parts are in the content store.
 pub(super) async fn index(
-    place: &Place,
+    place: &Location,
     containerd: &Containerd,
     steps: &mut Steps,
 ) -> Result<Index, RestoreError> {
     let (what, from): (String, Box<dyn io::Read>) = match place {
-        Place::Ref(name) if name == STDIN => ("standard input".to_owned(), Box::new(io::stdin().lock())),
-        Place::Ref(name) => {
+        Location::Ref(name) if name == STDIN => ("standard input".to_owned(), Box::new(io::stdin().lock())),
+        Location::Ref(name) => {
             let image = containerd.image(name).await?;
             let target = image.and_then(|image| image.target);
             let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
             return Ok(Index::read(containerd, name, &target.digest).await?);
         }
-        Place::File(path) | Place::Dir(path) => {
+        Location::File(path) | Location::Dir(path) => {
             let file = File::open(path);
             let file = file.map_err(ImageError::file(format!("open {}", path.display())))?;
             (path.display().to_string(), Box::new(file))

@@ -15,7 +15,7 @@ use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, Container, Containerd, NERDCTL_STATE, Snapshot};
 use crate::oci_image::{Index, media};
 use crate::output::note;
-use crate::place::Place;
+use crate::place::Location;
 use crate::steps::Steps;
 use crate::work_dir::WorkDir;
 
@@ -23,7 +23,7 @@ use crate::work_dir::WorkDir;
 pub async fn restore(
     args: &RestoreArgs,
     mode: &Mode,
-    place: &Place,
+    place: &Location,
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let plain = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;

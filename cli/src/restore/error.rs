@@ -111,7 +111,7 @@ pub enum RestoreError {
     #[problem("FIRN-RESTORE-NODE", "see the message; `firn doctor` checks this node")]
     Node(String),
     #[error(transparent)]
-    Place(#[from] Ambiguous),
+    Location(#[from] Ambiguous),
     #[error(transparent)]
     Config(#[from] ConfigError),
     #[error(transparent)]

@@ -2,22 +2,22 @@
 
 use crate::args::restore::RestoreArgs;
 use crate::output::verbatim;
-use crate::place::Place;
+use crate::place::Location;
 use crate::text;
 
 /// Prints them.
-pub fn print(args: &RestoreArgs, place: &Place) {
+pub fn print(args: &RestoreArgs, place: &Location) {
     let ctr = text::ctr(&args.containerd.socket.address, &args.containerd.namespace);
     let id = args.name.as_deref().unwrap_or("ID");
     if args.gpus.is_some() || args.gpu_map.is_some() {
         verbatim!("# ctr takes no GPUs: name them under [restore] in /etc/firn/config.toml");
     }
     match place {
-        Place::Ref(name) => verbatim!("{ctr} containers restore --rw --live {id} {name}"),
-        Place::File(path) => {
+        Location::Ref(name) => verbatim!("{ctr} containers restore --rw --live {id} {name}"),
+        Location::File(path) => {
             verbatim!("{ctr} images import --local --no-unpack {}", path.display());
             verbatim!("{ctr} containers restore --rw --live {id} REF");
         }
-        Place::Dir(_) => verbatim!("# ctr has no command to restore from a directory"),
+        Location::Dir(_) => verbatim!("# ctr has no command to restore from a directory"),
     }
 }

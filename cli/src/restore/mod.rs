@@ -21,7 +21,7 @@ use serde::Serialize;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
 use crate::output::{self, line, printed};
-use crate::place::Place;
+use crate::place::Location;
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::RestoreError;
@@ -99,12 +99,12 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
     let done = match &args.dir {
         Some(dir) => into_known(args, dir, Some(&args.from))?,
-        None => match Place::of(&args.from, args.kind) {
+        None => match Location::of(&args.from, args.kind) {
             Ok(place) if args.explain => {
                 explain::print(args, &place);
                 return Ok(true);
             }
-            Ok(Place::Dir(dir)) => into_known(args, &dir, args.into.as_ref().or(args.name.as_ref()))?,
+            Ok(Location::Dir(dir)) => into_known(args, &dir, args.into.as_ref().or(args.name.as_ref()))?,
             Ok(place) => into_new(args, &place, &mut steps)?.map(|done| (done, None)),
             Err(ambiguous) => Err(ambiguous.into()),
         },
@@ -123,7 +123,11 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
 }
 
 /// Into a new container, or the files and processes into one that containerd knows.
-fn into_new(args: &RestoreArgs, place: &Place, steps: &mut Steps) -> Result<Result<Restored, RestoreError>> {
+fn into_new(
+    args: &RestoreArgs,
+    place: &Location,
+    steps: &mut Steps,
+) -> Result<Result<Restored, RestoreError>> {
     Ok(match Mode::read(args) {
         Ok(mode) => block_on(copy::restore(args, &mode, place, steps))?,
         Err(error) => Err(error),

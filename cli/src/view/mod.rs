@@ -20,7 +20,7 @@ use crate::archive::{Entry, FileSpan};
 use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};
 use crate::image::{self, ArchivedFile, ImageSummary};
 use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
-use crate::place::Place;
+use crate::place::Location;
 use crate::stored;
 use crate::work_dir::WorkDir;
 use args::SubjectArgs;
@@ -45,14 +45,14 @@ const SPEC: &str = "spec.dump";
 pub enum Subject {
     /// The bundle of a running container.
     Container(PathBuf),
-    Checkpoint(Place),
+    Checkpoint(Location),
 }
 
 impl Subject {
     /// What is there under a name counts first, then a running container.
     pub fn of(args: &SubjectArgs) -> Self {
         let text = &args.subject;
-        let place = Place::to_read(text, args.kind);
+        let place = Location::to_read(text, args.kind);
         let is_name = |word: &str| !word.contains('/') && ![".", ".."].contains(&word);
         let namespace = &args.containerd.namespace;
         if args.kind.is_some() || !is_name(text) || !is_name(namespace) {
@@ -60,9 +60,9 @@ impl Subject {
         }
         let called = bundles_called(&args.state.join(BUNDLES).join(namespace), text);
         match (&place, <[PathBuf; 1]>::try_from(called)) {
-            (Place::Ref(_), Ok([bundle])) => Self::Container(bundle),
+            (Location::Ref(_), Ok([bundle])) => Self::Container(bundle),
             // A directory that only has the name of the container.
-            (Place::Dir(dir), Ok([bundle])) if !holds_image(dir) => Self::Container(bundle),
+            (Location::Dir(dir), Ok([bundle])) if !holds_image(dir) => Self::Container(bundle),
             _ => Self::Checkpoint(place),
         }
     }
@@ -96,12 +96,12 @@ pub struct View {
 }
 
 impl View {
-    pub fn open(place: &Place, args: &SubjectArgs) -> anyhow::Result<Self> {
+    pub fn open(place: &Location, args: &SubjectArgs) -> anyhow::Result<Self> {
         let (socket, namespace) = (&args.containerd.socket.address, &args.containerd.namespace);
         let opened = match place {
-            Place::Dir(dir) => Ok(Self::of_dir(dir)),
-            Place::File(path) => block_on(Self::of_file(path))?,
-            Place::Ref(name) => block_on(async {
+            Location::Dir(dir) => Ok(Self::of_dir(dir)),
+            Location::File(path) => block_on(Self::of_file(path))?,
+            Location::Ref(name) => block_on(async {
                 let containerd = Containerd::connect(socket, namespace).await?;
                 Self::of_image(&containerd, name).await
             })?,

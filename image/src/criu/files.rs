@@ -26,7 +26,7 @@ pub(super) const UNIX_SOCKET: u32 = 16;
 /// A raw socket, as the kernel numbers types.
 const RAW: u32 = 3;
 
-enum Found {
+enum FileRisk {
     Nothing,
     Climbs,
     Privileged(&'static str, &'static str),
@@ -36,8 +36,8 @@ pub(super) fn check(spec: &Spec, image: &Image) -> Result<(), ImageFault> {
     let bounding = spec.capabilities("bounding");
     for found in image.read(NAME, MAGIC, read)?.ok_or_else(|| missing(NAME))? {
         match found {
-            Found::Climbs => return Err(ImageFault::malformed(NAME, "a path that is relative or climbs")),
-            Found::Privileged(what, needs) if bounding & capability(needs) == 0 => {
+            FileRisk::Climbs => return Err(ImageFault::malformed(NAME, "a path that is relative or climbs")),
+            FileRisk::Privileged(what, needs) if bounding & capability(needs) == 0 => {
                 let allowed = format_args!("no {needs}");
                 return Err(ImageFault::exceeds(NAME, "an open file", what, allowed));
             }
@@ -47,14 +47,14 @@ pub(super) fn check(spec: &Spec, image: &Image) -> Result<(), ImageFault> {
     Ok(())
 }
 
-fn read(file: &Message<'_>) -> Result<Found, WireError> {
+fn read(file: &Message<'_>) -> Result<FileRisk, WireError> {
     if let Some((_, what, needs)) = PRIVILEGED.into_iter().find(|(field, ..)| file.has(*field)) {
-        return Ok(Found::Privileged(what, needs));
+        return Ok(FileRisk::Privileged(what, needs));
     }
     if let Some(socket) = file.message(INET_SOCKET)?
         && socket.required(4)? == RAW
     {
-        return Ok(Found::Privileged("a raw socket", "CAP_NET_RAW"));
+        return Ok(FileRisk::Privileged("a raw socket", "CAP_NET_RAW"));
     }
     // The names of external files are those that CRIU's caller has for them.
     if let Some(regular) = file.message(3)?
@@ -64,8 +64,8 @@ fn read(file: &Message<'_>) -> Result<Found, WireError> {
         let name = regular.bytes(6)?.ok_or(WireError { field: 6 })?;
         let climbs = name.split(|byte| *byte == b'/').any(|part| part == b"..");
         if name.first() != Some(&b'/') || name.contains(&0) || climbs {
-            return Ok(Found::Climbs);
+            return Ok(FileRisk::Climbs);
         }
     }
-    Ok(Found::Nothing)
+    Ok(FileRisk::Nothing)
 }

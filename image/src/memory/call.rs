@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use firn_config::names;
 use serde::{Deserialize, Serialize};
 
-use super::progress::{Counter, Shown};
+use super::progress::{Counter, ProgressFile};
 use super::{Bulk, Kept, MemoryError, Process, fill, find, rest, save};
 use crate::manifest::StoredMemory;
 use firn_store::{Index, Owner, Packing, Reader, Store, StoreError, Writer, machine, mount_of};
@@ -17,7 +17,7 @@ use firn_store::{Index, Owner, Packing, Reader, Store, StoreError, Writer, machi
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Order {
     pub request: Request,
-    pub shown: Option<Shown>,
+    pub shown: Option<ProgressFile>,
 }
 
 /// What is to be done.

@@ -37,9 +37,9 @@ impl Counter {
     }
 }
 
-/// Where it is shown how far a copy is.
+/// The file that shows how far a copy is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Shown {
+pub struct ProgressFile {
     /// The file, whose directory is there. Whoever waits for the copy removes it.
     pub file: PathBuf,
     /// The phase of the transaction that the copy belongs to.
@@ -49,7 +49,7 @@ pub struct Shown {
 /// How far a copy is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// As in [`Shown`].
+    /// As in [`ProgressFile`].
     pub phase: String,
     /// When it began, in milliseconds since 1970.
     pub begun: u64,
@@ -106,9 +106,9 @@ fn temporary(file: &Path) -> PathBuf {
 }
 
 /// Does the work, and shows meanwhile what it counts. A file that cannot be written is none of its concern.
-pub fn showing<T>(shown: Option<&Shown>, work: impl FnOnce(&Counter) -> T) -> T {
+pub fn showing<T>(shown: Option<&ProgressFile>, work: impl FnOnce(&Counter) -> T) -> T {
     let counter = Counter::default();
-    let Some(Shown { file, phase }) = shown else {
+    let Some(ProgressFile { file, phase }) = shown else {
         return work(&counter);
     };
     let begun = now();
@@ -144,7 +144,7 @@ mod tests {
     fn what_is_counted_is_shown_while_it_goes_on() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("progress.json");
-        let shown = Shown {
+        let shown = ProgressFile {
             file: file.clone(),
             phase: "copy-memory".to_owned(),
         };
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_written_costs_the_work_nothing() {
-        let shown = Shown {
+        let shown = ProgressFile {
             file: "/proc/none/progress.json".into(),
             phase: String::new(),
         };

@@ -28,7 +28,7 @@ const WITHOUT_FILE: [&[u8]; 4] = [SEGMENT, b"/memfd:", b"/dev/zero", b"/anon_hug
 
 /// Where a process has shared memory mapped.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Place {
+struct SharedMapping {
     pid: i32,
     at: Range<u64>,
     /// Where in the shared memory the mapping begins.
@@ -87,7 +87,7 @@ fn seen(
     number: u64,
     mount: FileId,
     processes: &[Process],
-) -> Result<Vec<(Memory, Place)>, MemoryError> {
+) -> Result<Vec<(Memory, SharedMapping)>, MemoryError> {
     let mut seen = Vec::new();
     for &Process { pid, .. } in processes {
         let read = proc_maps::each(proc_root, pid, |mapping| {
@@ -100,7 +100,7 @@ fn seen(
                     file: mapping.file,
                     is_segment: mapping.path.starts_with(SEGMENT),
                 };
-                let place = Place {
+                let place = SharedMapping {
                     pid,
                     at: mapping.start..mapping.end,
                     offset: mapping.offset,
@@ -123,8 +123,8 @@ fn places(
     number: u64,
     mount: FileId,
     listed: &SharedNumbers,
-    seen: Vec<(Memory, Place)>,
-) -> Result<Vec<Place>, MemoryError> {
+    seen: Vec<(Memory, SharedMapping)>,
+) -> Result<Vec<SharedMapping>, MemoryError> {
     let is_segment = listed.segments.contains(&number);
     let memories: BTreeSet<Memory> = seen.iter().map(|(memory, _)| *memory).collect();
     let is_file_too = listed.files.contains(&number) || memories.iter().any(|memory| !memory.is_segment);
@@ -141,7 +141,7 @@ fn places(
 
 /// The runs, of which addresses are offsets, in parts that one of the processes has mapped; none if no
 /// process has one of them.
-fn blocks(runs: &[Run], places: &[Place]) -> Option<Vec<Block>> {
+fn blocks(runs: &[Run], places: &[SharedMapping]) -> Option<Vec<Block>> {
     let mut blocks = Vec::new();
     for run in runs {
         let mut at = run.at.start;
@@ -175,13 +175,13 @@ mod tests {
         let all = 0..4 * PAGE;
         write_pagemap(dir.path(), 7, 1, &all);
         let runs = Pagemap::read(dir.path(), 7).unwrap().unwrap().runs;
-        let place = |pid, start, pages, offset| Place {
+        let place = |pid, start, pages, offset| SharedMapping {
             pid,
             at: start..start + pages * PAGE,
             offset: offset * PAGE,
         };
         let (first, second) = (place(1, 0x10_0000, 2, 0), place(2, 0x20_0000, 3, 1));
-        let found = |places: &[Place]| {
+        let found = |places: &[SharedMapping]| {
             let blocks = blocks(&runs, places)?;
             let seen = |block: Block| (block.run.at.start / PAGE, block.pid, block.address);
             Some(blocks.into_iter().map(seen).collect::<Vec<_>>())
@@ -205,7 +205,7 @@ mod tests {
         write_pagemap(dir.path(), 7, 1, &all);
         let runs = Pagemap::read(dir.path(), 7).unwrap().unwrap().runs;
         let place = |bytes| {
-            [Place {
+            [SharedMapping {
                 pid: 1,
                 at: 0x10_0000..0x10_0000 + bytes,
                 offset: 0,
@@ -280,7 +280,7 @@ mod tests {
             "a memory file that is mapped nowhere"
         );
         assert_eq!(found(6, &[6], &[]).1, None, "huge pages");
-        let place = |start| Place {
+        let place = |start| SharedMapping {
             pid: 7,
             at: start..start + PAGE,
             offset: 0,

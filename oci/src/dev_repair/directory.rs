@@ -32,7 +32,7 @@ impl Directory {
         let mut others = Vec::new();
         for path in self.gpu_paths()? {
             let is_wanted = wanted.iter().any(|device| device.node.path == path);
-            if !is_wanted && let Some(Found::Device(_)) = self.found(&path)? {
+            if !is_wanted && let Some(EntryKind::Device(_)) = self.found(&path)? {
                 others.push(path);
             }
         }
@@ -52,9 +52,9 @@ impl Directory {
     }
 
     /// What has this name; links are not followed.
-    pub(super) fn found(&self, path: &Path) -> Result<Option<Found>, DevError> {
+    pub(super) fn found(&self, path: &Path) -> Result<Option<EntryKind>, DevError> {
         match fstatat(&self.fd, name_of(path), AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) => Ok(Some(Found::of(&stat))),
+            Ok(stat) => Ok(Some(EntryKind::of(&stat))),
             Err(Errno::ENOENT) => Ok(None),
             Err(e) => Err(step("look at", path)(e)),
         }
@@ -106,13 +106,13 @@ fn by_descriptor(fd: &OwnedFd) -> String {
 }
 
 /// What a directory entry is.
-pub(super) enum Found {
+pub(super) enum EntryKind {
     Device(DeviceId),
     Directory,
     Other,
 }
 
-impl Found {
+impl EntryKind {
     fn of(stat: &nix::sys::stat::FileStat) -> Self {
         match device_id(stat) {
             Some(id) => Self::Device(id),

@@ -16,7 +16,7 @@ use crate::sys::{is_same_file, is_same_memory};
 
 /// What one process has open or mapped.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct ProcessFiles {
     io_uring: bool,
     rdma: Option<String>,
     imex: Option<String>,
@@ -84,8 +84,8 @@ pub(super) fn inspect(
 }
 
 /// What a process has open or mapped; `None` if it has ended.
-pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<Found>, Unreadable> {
-    let mut found = Found::default();
+pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<ProcessFiles>, Unreadable> {
+    let mut found = ProcessFiles::default();
     let read = each_mapping(proc_root, pid, |mapping| {
         // A ring can be mapped without an open descriptor.
         found.io_uring = mapping.path.starts_with(b"anon_inode:[io_uring]");

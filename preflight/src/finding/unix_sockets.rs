@@ -259,26 +259,26 @@ fn described(proc_root: &Path, held: &Holders, inode: u32, kind: Kind, other_end
 
 /// What a socket of another process shows of itself.
 #[derive(Default)]
-struct Shown {
+struct SocketState {
     kind: Kind,
     local: String,
     /// None without a peer.
     remote: Option<String>,
 }
 
-impl Shown {
+impl SocketState {
     /// Whether a server has accepted it: it has the server's address. One of a pair has none.
     fn is_accepted(&self) -> bool {
         self.kind != Kind::Datagram && self.remote.is_some() && !self.local.is_empty()
     }
 }
 
-fn shown(pid: i32, fd: i32) -> Option<Shown> {
+fn shown(pid: i32, fd: i32) -> Option<SocketState> {
     let process = pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()?;
     let socket = pidfd_getfd(&process, fd, PidfdGetfdFlags::empty()).ok()?;
     let kind = rustix::net::sockopt::socket_type(&socket).ok()?;
     let remote = rustix::net::getpeername(&socket).ok();
-    Some(Shown {
+    Some(SocketState {
         kind: Kind::of(u8::try_from(kind.as_raw()).ok()?),
         local: rustix::net::getsockname(&socket).map(named).unwrap_or_default(),
         remote: remote.map(|remote| remote.map(named).unwrap_or_default()),

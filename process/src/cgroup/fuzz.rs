@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path};
 
-use firn_host::cgroup_mounts::{Hierarchies, Place, Version, membership};
+use firn_host::cgroup_mounts::{CgroupDir, Hierarchies, Version, membership};
 use firn_host::mountinfo::MountEntry;
 
 use super::Cgroup;
@@ -12,7 +12,7 @@ const MOUNT_POINT: &str = "/sys/fs/cgroup";
 
 impl Cgroup {
     /// A cgroup of v1 with a directory for each controller.
-    pub fn of_v1(places: impl IntoIterator<Item = (String, Place)>) -> Self {
+    pub fn of_v1(places: impl IntoIterator<Item = (String, CgroupDir)>) -> Self {
         Self {
             version: Version::V1,
             places: places.into_iter().collect(),

@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_host::Absent;
-use firn_host::cgroup_mounts::{Place, Version};
+use firn_host::cgroup_mounts::{CgroupDir, Version};
 use firn_host::proc_maps::is_gone;
 
 use crate::reaper::OutputError;
@@ -55,7 +55,7 @@ const PRIMARY: [&str; 5] = ["freezer", "devices", "memory", "pids", "cpu"];
 pub struct Cgroup {
     version: Version,
     /// By controller; the unified hierarchy has an empty name.
-    places: BTreeMap<String, Place>,
+    places: BTreeMap<String, CgroupDir>,
 }
 
 /// A failed cgroup operation.
@@ -225,17 +225,18 @@ impl Cgroup {
         }
     }
 
-    fn is_in(&self, other: &Place) -> bool {
-        let is_in = |own: &Place| own.mount_point == other.mount_point && own.path.starts_with(&other.path);
+    fn is_in(&self, other: &CgroupDir) -> bool {
+        let is_in =
+            |own: &CgroupDir| own.mount_point == other.mount_point && own.path.starts_with(&other.path);
         self.places.values().any(is_in)
     }
 
     /// The directory for messages: that of the hierarchy which shows the container's own cgroup.
     pub fn primary_dir(&self) -> PathBuf {
-        self.primary().map(Place::dir).unwrap_or_default()
+        self.primary().map(CgroupDir::dir).unwrap_or_default()
     }
 
-    fn primary(&self) -> Option<&Place> {
+    fn primary(&self) -> Option<&CgroupDir> {
         match self.version {
             Version::V2 => self.places.get(""),
             Version::V1 => PRIMARY
@@ -250,11 +251,11 @@ impl Cgroup {
     fn own_dirs(&self) -> Result<BTreeSet<PathBuf>, CgroupError> {
         let primary = self.own()?;
         let places = self.places.values().filter(|place| place.path == primary.path);
-        Ok(firn_host::ordered::set_of(places.map(Place::dir)))
+        Ok(firn_host::ordered::set_of(places.map(CgroupDir::dir)))
     }
 
     /// The primary place, if it can belong to one container: not a root, and no cgroup of this process.
-    fn own(&self) -> Result<&Place, CgroupError> {
+    fn own(&self) -> Result<&CgroupDir, CgroupError> {
         let ours = Self::of_pid(locate::own_pid())?;
         match self.primary() {
             Some(place) if !place.is_root() && !ours.is_in(place) => Ok(place),
@@ -279,7 +280,7 @@ impl Cgroup {
             Version::V1 => controller,
             Version::V2 => "",
         };
-        self.places.get(name).map(Place::dir)
+        self.places.get(name).map(CgroupDir::dir)
     }
 
     pub fn gone(&self) -> CgroupError {

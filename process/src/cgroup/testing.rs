@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::time::sleep;
 
-use super::{BTreeSet, Cgroup, Duration, Place, Version, collect_pids, locate, read};
+use super::{BTreeSet, Cgroup, CgroupDir, Duration, Version, collect_pids, locate, read};
 use crate::reaper::{Child, Reaper};
 
 /// Longest wait for anything that should happen.
@@ -50,7 +50,7 @@ impl Scratch {
             .into_iter()
             .rev()
             .find(|mount| mount.fs_type == "cgroup2")?;
-        let place = Place {
+        let place = CgroupDir {
             mount_point: mount.mount_point,
             path: unique().trim_start_matches('/').into(),
         };
@@ -174,7 +174,7 @@ pub fn fake(version: Version, files: &[(&str, &str)]) -> (TempDir, Cgroup) {
         Version::V1 => "freezer",
         Version::V2 => "",
     };
-    let place = Place {
+    let place = CgroupDir {
         mount_point: dir.path().to_owned(),
         path: "box".into(),
     };

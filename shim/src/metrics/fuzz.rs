@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
-use firn_host::cgroup_mounts::Place;
+use firn_host::cgroup_mounts::CgroupDir;
 use firn_process::cgroup::Cgroup;
 use protobuf::Message;
 
@@ -57,7 +57,7 @@ pub fn cgroup_files(bytes: &[u8]) {
     }
     let controllers = ["hugetlb", "pids", "cpuacct", "cpu", "memory", "blkio", "rdma"];
     let cgroup = Cgroup::of_v1(controllers.map(|name| {
-        let place = Place {
+        let place = CgroupDir {
             mount_point: dir.clone(),
             path: "".into(),
         };

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use containerd_shim_protos::{cgroups, cgroups_v2};
-use firn_host::cgroup_mounts::Place;
+use firn_host::cgroup_mounts::CgroupDir;
 use firn_process::cgroup::read;
 use firn_process::cgroup::testing::{LIMIT, Scratch, fake, until};
 use firn_process::reaper::Reaper;
@@ -110,7 +110,7 @@ fn v1_devices_and_huge_pages_are_read() {
         }
         places.insert(
             name.to_owned(),
-            Place {
+            CgroupDir {
                 mount_point: dir.path().join(name),
                 path: "box".into(),
             },

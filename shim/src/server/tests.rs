@@ -65,7 +65,7 @@ impl Shim {
                 let service = Arc::new(Service {
                     serving: serving.clone(),
                 });
-                let history = History::new(Place::default());
+                let history = History::new(HistoryDir::default());
                 serve(
                     listener,
                     service,

@@ -18,7 +18,7 @@ use crate::events::testing::Published;
 use crate::history::History;
 use crate::server::Context;
 use firn_transaction::container::{Container, ContainerTraits, InitState, Owner, Process, StdioPaths};
-use firn_transaction::history::Place;
+use firn_transaction::history::HistoryDir;
 use firn_transaction::options::RuncOptions;
 use firn_transaction::runc::Runc;
 
@@ -58,7 +58,7 @@ impl Stub {
             address: String::new(),
             reaper: reaper.clone(),
             publisher,
-            history: Arc::new(History::new(Place::new(dir.path().join("history")))),
+            history: Arc::new(History::new(HistoryDir::new(dir.path().join("history")))),
             serving: CancellationToken::default(),
         });
         // Options of the runtime itself come first.

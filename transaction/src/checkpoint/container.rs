@@ -29,7 +29,7 @@ use firn_process::tracer::{TracedThreads, criu_code, threads};
 use firn_store::Owner;
 
 use super::Request;
-use super::dump::{Found, Leftovers, bounded};
+use super::dump::{FailedDump, Leftovers, bounded};
 use super::error::{DumpError, EffectError, EndError};
 use crate::driver::{Driver, WorkerError};
 use crate::effects::{self, Device, Dump as _};
@@ -175,7 +175,7 @@ impl ContainerEffects<'_> {
             cancel,
         );
         match (failed, tidied.await) {
-            (Some(error), Found { gone: Some(gone), .. }) => *error = gone.into(),
+            (Some(error), FailedDump { gone: Some(gone), .. }) => *error = gone.into(),
             (Some(EffectError::Dump(DumpError::Failed { lines, .. })), found) => *lines = found.lines,
             _ => {}
         }

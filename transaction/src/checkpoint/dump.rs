@@ -163,7 +163,7 @@ pub(super) async fn bounded<T: Send + 'static>(
 
 /// What the clean-up of a failed dump has found.
 #[derive(Default)]
-pub(super) struct Found {
+pub(super) struct FailedDump {
     /// The last errors of CRIU's log.
     pub lines: Vec<String>,
     /// The image directory has gone, which makes CRIU fail too.
@@ -198,7 +198,7 @@ impl Leftovers {
         keep_log: bool,
         complete: bool,
         cancel: &CancellationToken,
-    ) -> Found {
+    ) -> FailedDump {
         let Self {
             image,
             work,
@@ -206,7 +206,7 @@ impl Leftovers {
         } = self;
         let kept = keep_log.then(|| container.bundle.join(KEPT_LOG));
         let clean = move || {
-            let mut found = Found::default();
+            let mut found = FailedDump::default();
             if let (Some(work), Some(kept)) = (&work, kept) {
                 work.keep_log(&kept);
                 found.lines = error_lines(&kept);
@@ -230,7 +230,7 @@ impl Leftovers {
                 "cannot remove the files of the checkpoint of {} in time",
                 container.id
             );
-            Found::default()
+            FailedDump::default()
         })
     }
 }

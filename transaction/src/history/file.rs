@@ -30,7 +30,7 @@ const ATTEMPTS: usize = 5;
 
 /// The directory of the history.
 #[derive(Clone, Debug)]
-pub struct Place(PathBuf);
+pub struct HistoryDir(PathBuf);
 
 /// What is in it.
 #[derive(Debug, Default)]
@@ -41,13 +41,13 @@ pub struct History {
     pub totals: Totals,
 }
 
-impl Default for Place {
+impl Default for HistoryDir {
     fn default() -> Self {
         Self(names::HISTORY.into())
     }
 }
 
-impl Place {
+impl HistoryDir {
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self(dir.into())
     }

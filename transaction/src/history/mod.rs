@@ -13,7 +13,7 @@ use std::time::Duration;
 use firn_host::{Rfc3339, clock};
 use serde::{Deserialize, Serialize};
 
-pub use file::{History, LIMIT, Place};
+pub use file::{History, HistoryDir, LIMIT};
 pub use totals::{BUCKETS, Durations, Totals};
 
 use firn_host::procfs;
@@ -118,7 +118,7 @@ pub(crate) fn time(at: u64) -> String {
 }
 
 /// Appends an entry. Waits no longer than [`PATIENCE`].
-pub async fn write(place: &Place, entry: Entry) {
+pub async fn write(place: &HistoryDir, entry: Entry) {
     let (at, id) = (place.clone(), entry.id.clone());
     let appended = blocking(move || at.append(&entry));
     match tokio::time::timeout(PATIENCE, appended).await {
@@ -129,7 +129,7 @@ pub async fn write(place: &Place, entry: Entry) {
 
 /// Writes the transaction of the container in `bundle` whose shim was killed; once, however often it is
 /// called.
-pub async fn write_killed(place: &Place, bundle: &Path) {
+pub async fn write_killed(place: &HistoryDir, bundle: &Path) {
     let record = Record::read(bundle).ok().flatten();
     let killed = record.filter(|record| record.outcome.is_none());
     if let Some(entry) = killed.as_ref().and_then(Entry::of_killed) {

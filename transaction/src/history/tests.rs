@@ -11,9 +11,9 @@ use crate::recording;
 
 const FILE: &str = "transactions.jsonl";
 
-fn place() -> (tempfile::TempDir, Place) {
+fn place() -> (tempfile::TempDir, HistoryDir) {
     let dir = tempfile::tempdir().unwrap();
-    let place = Place::new(dir.path().join("history"));
+    let place = HistoryDir::new(dir.path().join("history"));
     (dir, place)
 }
 
@@ -36,12 +36,12 @@ fn json(entry: &Entry) -> Value {
     serde_json::to_value(entry).unwrap()
 }
 
-fn ids(place: &Place) -> Vec<String> {
+fn ids(place: &HistoryDir) -> Vec<String> {
     let history = place.read().unwrap();
     history.entries.into_iter().map(|entry| entry.id).collect()
 }
 
-fn count(place: &Place) -> u64 {
+fn count(place: &HistoryDir) -> u64 {
     place.read().unwrap().totals.transactions.values().sum()
 }
 
@@ -325,7 +325,7 @@ async fn a_rollback_begins_because_of_the_phase_before() {
 async fn a_history_that_cannot_be_written_is_no_failure() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
-    write(&Place::new(dir.path().join("file/history")), entry("1")).await;
+    write(&HistoryDir::new(dir.path().join("file/history")), entry("1")).await;
 }
 
 #[tokio::test]

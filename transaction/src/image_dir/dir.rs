@@ -40,9 +40,9 @@ const OF_OTHERS: u32 = 0o077;
 
 /// An image directory and its state before the dump. Cheap to clone.
 #[derive(Clone)]
-pub struct ImageDir(Arc<Found>);
+pub struct ImageDir(Arc<DirState>);
 
-struct Found {
+struct DirState {
     path: PathBuf,
     was: ImageWas,
     /// The path may be a symbolic link, as with the stock shim.
@@ -125,7 +125,7 @@ impl ImageDir {
     }
 
     fn new(path: &Path, was: ImageWas, links: bool) -> Self {
-        Self(Arc::new(Found {
+        Self(Arc::new(DirState {
             path: path.to_owned(),
             was,
             links,

@@ -7,13 +7,13 @@
 use anyhow::Result;
 
 use super::outcome::{Outcome, Output, Verdict};
-use super::{Done, cargo};
+use super::{StageResult, cargo};
 
 /// Tests that are run once more. When more have failed it is the change, not the machine.
 const ALLOWED: usize = 3;
 
 /// Runs the tests that failed once more, one after the other.
-pub(super) fn again(done: &mut [Done]) -> Result<()> {
+pub(super) fn again(done: &mut [StageResult]) -> Result<()> {
     let failed = done.iter().filter(|done| done.outcome.verdict == Verdict::Failed);
     if failed.map(|done| done.outcome.failures.len()).sum::<usize>() > ALLOWED {
         return Ok(());
@@ -46,7 +46,7 @@ fn all_pass<'n>(
 }
 
 /// Whether the check failed by tests alone, all of which are known by name.
-fn repeatable(done: &Done) -> bool {
+fn repeatable(done: &StageResult) -> bool {
     let failed = done.outcome.tests.failed;
     done.outcome.verdict == Verdict::Failed && failed > 0 && failed == done.outcome.failures.len() as u64
 }
@@ -59,10 +59,10 @@ mod tests {
     use super::super::outcome::through;
     use super::*;
 
-    fn done(script: &str) -> Done {
+    fn done(script: &str) -> StageResult {
         let mut shell = Command::new("sh");
         shell.args(["-c", script]);
-        Done {
+        StageResult {
             name: "suite a".into(),
             outcome: through(shell, &mut Output::Buffer(Vec::new())).unwrap(),
             took: Duration::ZERO,

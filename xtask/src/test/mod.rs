@@ -87,7 +87,7 @@ impl Check {
         }
     }
 
-    fn run(self, out: &mut Output) -> Result<Done> {
+    fn run(self, out: &mut Output) -> Result<StageResult> {
         let begun = Instant::now();
         let outcome = match (self.work)(out) {
             Ok(outcome) => outcome,
@@ -96,7 +96,7 @@ impl Check {
                 Outcome::new(false)
             }
         };
-        Ok(Done {
+        Ok(StageResult {
             name: self.name,
             outcome,
             took: begun.elapsed(),
@@ -106,7 +106,7 @@ impl Check {
 }
 
 /// A check that was made.
-struct Done {
+struct StageResult {
     name: String,
     outcome: Outcome,
     took: Duration,
@@ -185,7 +185,7 @@ impl Plan {
 
     /// Makes all checks, also after one that failed.
     /// `repeats`: a few that failed may pass when they are run again.
-    fn run(self, repeats: bool) -> Result<Vec<Done>> {
+    fn run(self, repeats: bool) -> Result<Vec<StageResult>> {
         let mut done = Vec::new();
         for check in self.first {
             println!("\n== {}", check.name);
@@ -209,7 +209,7 @@ impl Plan {
 }
 
 /// Makes the checks of a lane.
-fn in_lane(lane: Lane) -> Result<Vec<Done>> {
+fn in_lane(lane: Lane) -> Result<Vec<StageResult>> {
     let mut done = Vec::new();
     for check in lane.checks {
         println!("== {} begins", check.name);

@@ -6,7 +6,7 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use super::Done;
+use super::StageResult;
 use super::outcome::{Tests, Verdict};
 
 /// Width of the lines that list the checks that passed.
@@ -15,7 +15,7 @@ const WIDTH: usize = 110;
 const DETAILED: usize = 5;
 
 /// The summary of these checks, which took `took` together.
-pub fn of(done: &[Done], took: Duration) -> String {
+pub fn of(done: &[StageResult], took: Duration) -> String {
     let mut text = "== summary\n".to_owned();
     let mut line = |words: &str| {
         text.push_str(words);
@@ -23,7 +23,7 @@ pub fn of(done: &[Done], took: Duration) -> String {
     };
     let with = |verdict| {
         done.iter()
-            .filter(move |done: &&Done| done.outcome.verdict == verdict)
+            .filter(move |done: &&StageResult| done.outcome.verdict == verdict)
     };
     for failed in with(Verdict::Failed) {
         line(&format!("FAILED {}", counted(failed)));
@@ -71,7 +71,7 @@ pub fn of(done: &[Done], took: Duration) -> String {
 }
 
 /// A check with its duration and the number of its tests.
-fn counted(done: &Done) -> String {
+fn counted(done: &StageResult) -> String {
     let Tests {
         passed,
         failed,
@@ -106,7 +106,7 @@ mod tests {
     use crate::test::failures::Failures;
     use crate::test::outcome::Outcome;
 
-    fn done(name: &str, output: &str, passed: bool) -> Done {
+    fn done(name: &str, output: &str, passed: bool) -> StageResult {
         let mut failures = Failures::default();
         output.lines().for_each(|line| failures.line(line));
         let mut outcome = Outcome::new(passed);
@@ -116,7 +116,7 @@ mod tests {
             ignored: 0,
         };
         outcome.failures = failures.found;
-        Done {
+        StageResult {
             name: name.into(),
             outcome,
             took: Duration::from_millis(1500),

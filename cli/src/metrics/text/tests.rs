@@ -1,14 +1,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use firn_transaction::history::{Entry, PhaseTime, Place};
+use firn_transaction::history::{Entry, HistoryDir, PhaseTime};
 
 use super::*;
 
 /// Totals of a done checkpoint and a failed restore.
 fn totals() -> Totals {
     let dir = tempfile::tempdir().unwrap();
-    let place = Place::new(dir.path());
+    let place = HistoryDir::new(dir.path());
     let phase = |name: &str, ms| PhaseTime {
         name: name.to_owned(),
         ms,

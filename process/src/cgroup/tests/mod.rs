@@ -186,7 +186,7 @@ async fn frozen_processes_are_killed_and_their_cgroups_removed() {
 #[tokio::test]
 async fn a_cgroup_that_is_not_the_containers_own_is_refused() {
     let ours = Cgroup::of_pid(locate::own_pid()).unwrap();
-    let place = |path: &str| Place {
+    let place = |path: &str| CgroupDir {
         mount_point: "/sys/fs/cgroup".into(),
         path: path.into(),
     };
@@ -281,7 +281,7 @@ fn parent_cgroups_enable_their_controllers() {
         version: Version::V2,
         places: [(
             String::new(),
-            Place {
+            CgroupDir {
                 mount_point: dir.path().into(),
                 path: "a/box".into(),
             },
