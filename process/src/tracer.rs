@@ -150,7 +150,7 @@ impl TracedThreads {
         async move {
             asked.map_err(|_| TraceError::Tracer)?;
             // The tracing thread may wait for the kernel.
-            let ended = tokio::time::timeout(limit + TRAP, ended).await;
+            let ended = tokio::time::timeout(limit + 2 * TRAP, ended).await;
             ended
                 .map_err(|_| TraceError::NotTraced { limit })?
                 .map_err(|_| TraceError::Tracer)?

@@ -61,12 +61,17 @@ pub(super) fn end(pids: &[i32], limit: Duration, is_awaited: impl Fn() -> bool) 
 /// Waits until the first threads of these processes, which run, are not in CRIU's code, at most for `limit`.
 pub fn ended(pids: &[i32], limit: Duration) -> Result<(), TraceError> {
     let begun = Instant::now();
+    let mut infected = Vec::new();
     for &pid in pids {
-        let ranges = ranges(pid)?;
-        if !ranges.is_empty() {
-            std::thread::sleep(TO_ITS_END);
-        }
-        while !ranges.is_empty() && waits_in(pid, &ranges) {
+        infected.push((pid, ranges(pid)?));
+    }
+    infected.retain(|(_, ranges)| !ranges.is_empty());
+    if !infected.is_empty() {
+        std::thread::sleep(TO_ITS_END);
+    }
+    for (pid, ranges) in infected {
+        // One that runs counts as elsewhere.
+        while waits(pid).is_some_and(|at| is_in(at, &ranges)) {
             if begun.elapsed() > limit {
                 return Err(TraceError::CriuCode { pid });
             }
@@ -93,16 +98,11 @@ fn is_in(at: u64, ranges: &[Range<u64>]) -> bool {
     ranges.iter().any(|range| range.contains(&at))
 }
 
-/// Whether a thread waits in a system call of `ranges`. One that runs counts as elsewhere.
-fn waits_in(pid: i32, ranges: &[Range<u64>]) -> bool {
-    let call = std::fs::read_to_string(format!("/proc/{pid}/syscall")).unwrap_or_default();
-    let at = call
-        .trim_end()
-        .rsplit(' ')
-        .next()
-        .and_then(|at| at.strip_prefix("0x"));
-    let at = at.and_then(|at| u64::from_str_radix(at, 16).ok());
-    at.is_some_and(|at| is_in(at, ranges))
+/// Where a thread waits in a system call; none of one that runs.
+fn waits(pid: i32) -> Option<u64> {
+    let call = std::fs::read_to_string(format!("/proc/{pid}/syscall")).ok()?;
+    let at = call.trim_end().rsplit(' ').next()?.strip_prefix("0x")?;
+    u64::from_str_radix(at, 16).ok()
 }
 
 /// The first thread of a process that may be in CRIU's code.
@@ -117,18 +117,28 @@ impl First {
     /// Resumes it if it is in CRIU's code. Returns whether it is held elsewhere, or has gone.
     fn has_returned(&mut self) -> bool {
         let Some(trap) = self.trap_soon() else {
-            return matches!(procfs::state(self.pid), None | Some('Z' | 'X'));
+            return self.is_absent();
         };
-        let Ok(at) = sys::instruction_pointer(self.pid) else {
-            return false;
-        };
-        match (is_in(at, &self.ranges), trap) {
+        match (self.is_in_code(), trap) {
             (false, Trap::Tracing) => return true,
             // It has returned, by the call sigreturn, which has set the signals that it blocks.
             (false, Trap::Call | Trap::Signal(_)) => self.hold_again(),
             (true, trap) => self.resume(trap),
         }
         false
+    }
+
+    /// Whether it is stopped in CRIU's code. One that cannot be looked at is ending.
+    fn is_in_code(&self) -> bool {
+        sys::instruction_pointer(self.pid).is_ok_and(|at| is_in(at, &self.ranges))
+    }
+
+    /// Whether it does not trap because it has gone, is about to, or waits in a call of the application: then
+    /// it traps before it runs other code.
+    fn is_absent(&self) -> bool {
+        let is_gone = matches!(procfs::state(self.pid), None | Some('Z' | 'X'));
+        let waits_elsewhere = || !self.is_open && waits(self.pid).is_some_and(|at| !is_in(at, &self.ranges));
+        is_gone || waits_elsewhere() || ranges(self.pid).is_ok_and(|ranges| ranges.is_empty())
     }
 
     /// Its trap, awaited for a moment.
@@ -144,14 +154,19 @@ impl First {
         Trap::of(self.pid)
     }
 
-    /// Lets it run until its next system call. What CRIU's code causes is not for the application: SIGTRAP,
-    /// and SIGPIPE for the pages that CRIU has not read. It blocks all others but SIGSTOP.
+    /// The signal that it is resumed with. What CRIU's code causes is not for the application: SIGTRAP, and
+    /// SIGPIPE for the pages that CRIU has not read. It blocks all others but SIGSTOP.
+    fn signal(&self, trap: Trap) -> i32 {
+        match trap {
+            Trap::Signal(libc::SIGTRAP | libc::SIGPIPE) if self.is_in_code() => 0,
+            Trap::Signal(signal) => signal,
+            Trap::Tracing | Trap::Call => 0,
+        }
+    }
+
+    /// Lets it run until its next system call.
     fn resume(&mut self, trap: Trap) {
-        let own = [libc::SIGTRAP, libc::SIGPIPE];
-        let signal = match trap {
-            Trap::Signal(signal) if !own.contains(&signal) => signal,
-            _ => 0,
-        };
+        let signal = self.signal(trap);
         if !self.is_open {
             self.is_open = sys::block_signals(self.pid, !(SIGTRAP | SIGPIPE)).is_ok();
         }
@@ -166,13 +181,23 @@ impl First {
         // Again before each resume: any other trap takes the place of this one.
         while begun.elapsed() < TRAP && ptrace::interrupt(Pid::from_raw(self.pid)).is_ok() {
             match self.trap_soon() {
-                Some(Trap::Tracing) => return,
-                Some(Trap::Call) => self.resume_interrupted(0),
-                Some(Trap::Signal(signal)) => self.resume_interrupted(signal),
+                Some(Trap::Tracing) => return self.block_again(),
+                Some(trap) => self.resume_interrupted(self.signal(trap)),
                 None => {}
             }
         }
-        log::warn!("thread {} is not held after CRIU's code", self.pid);
+        if procfs::is_alive(self.pid) {
+            log::warn!("thread {} is not held after CRIU's code", self.pid);
+        }
+    }
+
+    /// In CRIU's code it blocks what CRIU has blocked: whoever lets it run next may not trace it.
+    fn block_again(&self) {
+        if self.is_in_code()
+            && let Err(error) = sys::block_signals(self.pid, !SIGTRAP)
+        {
+            log::debug!("signals of thread {} are not blocked again: {error}", self.pid);
+        }
     }
 
     fn resume_interrupted(&self, signal: i32) {

@@ -351,6 +351,16 @@ mod in_criu_code {
         helper.uses_memory();
     }
 
+    /// Whether the first thread blocks SIGPIPE.
+    fn blocks_sigpipe(pid: i32) -> bool {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let blocked = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigBlk:"))
+            .unwrap();
+        u64::from_str_radix(blocked.trim(), 16).unwrap() & 1 << (libc::SIGPIPE - 1) != 0
+    }
+
     #[test]
     fn one_whose_criu_is_there_does_not_end() {
         let mut helper = Helper::start(&[]);
@@ -361,12 +371,14 @@ mod in_criu_code {
             let late = hold.end_criu_code(vec![pid], limit).await;
             assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
             assert_eq!(state(pid), Some('t'), "it is not held any more");
+            assert!(blocks_sigpipe(pid), "it would end once nobody traces it");
             let late = criu_code::ended(&[pid], limit);
             assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
             drop(helper.criu.take());
             hold.end_criu_code(vec![pid], TRAP).await.unwrap();
             hold.release().await.unwrap();
         });
+        assert!(!blocks_sigpipe(helper.pid()), "CRIU's mask is left");
         helper.uses_memory();
     }
 }

@@ -84,8 +84,9 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     let gpus: BTreeSet<usize> = process.contexts.values().map(|context| context.gpu).collect();
     let mapped = gpus.into_iter().try_for_each(|gpu| hardware.map_base(gpu));
     if let Err(error) = mapped.and_then(|()| load(process, &hardware)) {
-        reserve(process)?;
+        let reserved = reserve(process);
         hardware.leave();
+        reserved?;
         // Seen on an H100: it is never restored after that, also when there is room again, and its nodes stay
         // open.
         if error == Error::OUT_OF_MEMORY {
