@@ -102,22 +102,26 @@ pub fn kill(pid: i32, signal: u32) -> Result<(), Errno> {
 /// Resumes a stopped tracee with a signal, given as a number (nix's `Signal` has no real-time ones), or with
 /// none: 0.
 pub(crate) fn ptrace_cont(tid: i32, signal: i32) -> Result<(), Errno> {
-    let nowhere = std::ptr::null_mut::<libc::c_void>();
-    let signal =
-        std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
-    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A
-    // thread that is no tracee of the caller, and a number that is no signal, are refused.
-    Errno::result(unsafe { libc::ptrace(libc::PTRACE_CONT, tid, nowhere, signal) }).map(drop)
+    resume(tid, signal, false)
 }
 
-/// Resumes a stopped tracee with a signal, or none, until it begins or ends a system call.
+/// The same until it begins or ends a system call.
 pub(crate) fn ptrace_syscall(tid: i32, signal: i32) -> Result<(), Errno> {
+    resume(tid, signal, true)
+}
+
+fn resume(tid: i32, signal: i32, until_call: bool) -> Result<(), Errno> {
+    let request = if until_call {
+        libc::PTRACE_SYSCALL
+    } else {
+        libc::PTRACE_CONT
+    };
     let nowhere = std::ptr::null_mut::<libc::c_void>();
     let signal =
         std::ptr::without_provenance_mut::<libc::c_void>(usize::try_from(signal).unwrap_or_default());
-    // SAFETY: this request ignores the address and takes the signal by its number: no memory is touched. A
-    // thread that is no tracee of the caller is refused.
-    Errno::result(unsafe { libc::ptrace(libc::PTRACE_SYSCALL, tid, nowhere, signal) }).map(drop)
+    // SAFETY: both requests ignore the address and take the signal by its number: no memory is touched. A
+    // thread that is no tracee of the caller, and a number that is no signal, are refused.
+    Errno::result(unsafe { libc::ptrace(request, tid, nowhere, signal) }).map(drop)
 }
 
 /// `PTRACE_SETSIGMASK`, which libc lacks.

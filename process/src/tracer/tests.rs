@@ -106,28 +106,33 @@ fn helper_that_prints_signals() {
     let _ = std::io::stdin().lines().next();
 }
 
+type Lines = std::io::Lines<BufReader<std::process::ChildStdout>>;
+
+/// Runs a helper in a process of its own, whose standard input is a pipe: with the thread that it names and
+/// what it prints afterwards.
+fn run_helper(name: &str, environment: &[(&str, &str)]) -> (Child, i32, Lines) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--ignored", "--nocapture"])
+        .envs(environment.iter().copied())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let tid = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+    (child, tid.unwrap(), lines)
+}
+
 struct Printer {
     child: Child,
     tid: i32,
-    lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    lines: Lines,
 }
 
 impl Printer {
     fn start() -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "tracer::tests::helper_that_prints_signals",
-                "--ignored",
-                "--nocapture",
-            ])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let tid = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
-        let tid = tid.unwrap();
+        let name = "tracer::tests::helper_that_prints_signals";
+        let (child, tid, lines) = run_helper(name, &[]);
         Self { child, tid, lines }
     }
 
@@ -257,7 +262,7 @@ mod in_criu_code {
         /// Until it is dropped CRIU is there.
         criu: Option<ChildStdin>,
         tid: i32,
-        lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+        lines: Lines,
         directory: tempfile::TempDir,
         asked: usize,
     }
@@ -266,21 +271,14 @@ mod in_criu_code {
         fn start(options: &[(&str, &str)]) -> Self {
             let directory = tempfile::tempdir().unwrap();
             let name = "tracer::tests::in_criu_code::helper_whose_first_thread_is_in_criu_code";
-            let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", name, "--ignored", "--nocapture"])
-                .env("ASKED", directory.path().join("asked"))
-                .envs(options.iter().copied())
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-            let tid = lines.find_map(|line| Some(line.unwrap().split_once("tid ")?.1.parse().unwrap()));
+            let asked = directory.path().join("asked").display().to_string();
+            let environment = [&[("ASKED", &*asked)], options].concat();
+            let (mut child, tid, lines) = run_helper(name, &environment);
             let criu = child.stdin.take();
             Self {
                 child,
                 criu,
-                tid: tid.unwrap(),
+                tid,
                 lines,
                 directory,
                 asked: 0,
