@@ -109,6 +109,17 @@ impl Drop for AtWork<'_> {
     }
 }
 
+/// Why work that a cancellation ends has no result. It keeps the cancellation out of the work's own errors.
+#[derive(Debug, thiserror::Error)]
+pub enum Interrupted<E> {
+    /// The transaction was cancelled meanwhile.
+    #[error("the container was killed")]
+    Cancelled,
+    /// The work has failed.
+    #[error(transparent)]
+    Failed(#[from] E),
+}
+
 /// The transaction of a container, which has one at a time.
 #[derive(Default)]
 pub struct Slot(Mutex<Option<CancellationToken>>);

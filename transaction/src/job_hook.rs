@@ -9,7 +9,7 @@ use firn_gpu::GpuUuid;
 use firn_host::{Chain, Problem, procfs};
 use firn_oci::Spec;
 use firn_oci::job_hook::{self, Answer, Call, Facts, GpuAddress, JobHook, JobHookError};
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::reaper::Reaper;
 
 use crate::container::Container;
@@ -44,9 +44,6 @@ pub enum HookError {
     Setting(#[from] JobHookError),
     #[error(transparent)]
     Program(#[from] firn_config::ProgramError),
-    #[error("the container was killed")]
-    #[problem("FIRN-ENDED", "start it again, or restore a checkpoint")]
-    Killed,
 }
 
 fn quoted(output: &str) -> String {
@@ -86,14 +83,14 @@ pub(crate) fn admit(spec: &Spec, config: &Config) -> Result<(), HookError> {
 impl Caller<'_> {
     /// Calls the hook of the facts, which the container names, and waits for its success. `init` is the pid
     /// of the container's init.
-    pub async fn call(self, init: i32, facts: Facts) -> Result<(), HookError> {
+    pub async fn call(self, init: i32, facts: Facts) -> Result<(), Interrupted<HookError>> {
         let (hook, id) = (facts.hook, &self.container.id);
         log::info!("hook {} of {id} is called", hook.name());
         let answer = self.run(init, facts, true).await?;
         for line in last_lines(&answer.output) {
             log::info!("hook {} of {id}: {line}", hook.name());
         }
-        result_of(hook, answer)
+        Ok(result_of(hook, answer)?)
     }
 
     /// Whether the container names a hook. A container that names any is refused where the configuration
@@ -105,12 +102,12 @@ impl Caller<'_> {
     }
 
     /// Writes the facts for a job that names hooks, and calls nothing.
-    pub async fn write_facts(self, init: i32, facts: Facts) -> Result<(), HookError> {
+    pub async fn write_facts(self, init: i32, facts: Facts) -> Result<(), Interrupted<HookError>> {
         let hook = facts.hook;
-        result_of(hook, self.run(init, facts, false).await?)
+        Ok(result_of(hook, self.run(init, facts, false).await?)?)
     }
 
-    async fn run(self, init: i32, facts: Facts, calls: bool) -> Result<Answer, HookError> {
+    async fn run(self, init: i32, facts: Facts, calls: bool) -> Result<Answer, Interrupted<HookError>> {
         let deadlines = &self.config.deadlines;
         let limit = match facts.hook {
             JobHook::Prepare => deadlines.prepare,
@@ -130,7 +127,8 @@ impl Caller<'_> {
             procfs::started(init)
         };
         let started = started.ok_or_else(|| failed(format!("process {init} has ended")))?;
-        let program = find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref())?;
+        let program = find_program(names::HOOK_PROGRAM, self.config.hook.path.as_deref());
+        let program = program.map_err(HookError::from)?;
         let call = Call {
             bundle: self.container.bundle.clone(),
             init,
@@ -151,13 +149,13 @@ impl Caller<'_> {
             .cancel
             .unless_cancelled(output)
             .await
-            .ok_or(HookError::Killed)?;
+            .ok_or(Interrupted::Cancelled)?;
         let printed = output.map_err(|error| Chain(&error).to_string());
         match printed.and_then(|output| output.printed()) {
-            Ok(printed) => serde_json::from_slice(&printed).map_err(|error| failed(error.to_string())),
+            Ok(printed) => Ok(serde_json::from_slice(&printed).map_err(|error| failed(error.to_string()))?),
             Err(why) => {
                 self.end(&program, &input).await;
-                Err(failed(why))
+                Err(failed(why).into())
             }
         }
     }

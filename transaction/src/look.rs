@@ -20,7 +20,7 @@ use firn_preflight::{Inherited, OtherGpus, UnixSocket, Workload};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
@@ -107,9 +107,6 @@ pub enum LookError {
         /// What the child looked at last.
         last: String,
     },
-    #[error("the container was killed")]
-    #[problem("FIRN-ENDED", "start it again, or restore an earlier checkpoint")]
-    Killed,
     #[error("cannot look at {subject}: {output}")]
     Failed { subject: &'static str, output: String },
     #[error("cannot look at {subject}")]
@@ -137,7 +134,7 @@ pub async fn look<T: DeserializeOwned>(
     reaper: &Reaper,
     limit: Duration,
     cancel: &CancellationToken,
-) -> Result<T, LookError> {
+) -> Result<T, Interrupted<LookError>> {
     // The program that this process runs, also if another version has been installed.
     let mut command = Command::new("/proc/self/exe");
     command.arg(ACTION).env_clear();
@@ -150,21 +147,21 @@ async fn run<T: DeserializeOwned>(
     reaper: &Reaper,
     limit: Duration,
     cancel: &CancellationToken,
-) -> Result<T, LookError> {
+) -> Result<T, Interrupted<LookError>> {
     let subject = request.subject();
     let not_understood = |source| LookError::Answer { subject, source };
     let input = serde_json::to_vec(request).map_err(not_understood)?;
     let output = cancel.unless_cancelled(reaper.output_with_input(&mut command, &input, limit));
-    let output = match output.await.ok_or(LookError::Killed)? {
+    let output = match output.await.ok_or(Interrupted::Cancelled)? {
         Ok(output) => output.printed(),
         Err(OutputError::TimedOut { limit, last, .. }) => {
-            return Err(LookError::Late { subject, limit, last });
+            return Err(LookError::Late { subject, limit, last }.into());
         }
-        Err(source) => return Err(LookError::Run { subject, source }),
+        Err(source) => return Err(LookError::Run { subject, source }.into()),
     };
     let printed = output.map_err(|output| LookError::Failed { subject, output })?;
     let answer: Result<T, ProblemReport> = serde_json::from_slice(&printed).map_err(not_understood)?;
-    answer.map_err(LookError::Refused)
+    Ok(answer.map_err(LookError::Refused)?)
 }
 
 #[cfg(test)]
@@ -186,11 +183,19 @@ mod tests {
         script: &str,
         limit: Duration,
         cancel: &CancellationToken,
-    ) -> Result<Vec<i32>, LookError> {
+    ) -> Result<Vec<i32>, Interrupted<LookError>> {
         let reaper = Reaper::start().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         run(command, &request(), &reaper, limit, cancel).await
+    }
+
+    fn failure<T>(looked: Result<T, Interrupted<LookError>>) -> LookError {
+        match looked {
+            Err(Interrupted::Failed(error)) => error,
+            Err(Interrupted::Cancelled) => panic!("it was cancelled"),
+            Ok(_) => panic!("it has succeeded"),
+        }
     }
 
     #[tokio::test]
@@ -199,7 +204,7 @@ mod tests {
         let echo = r#"grep -q '"pids":\[1,2\]' && echo '{"Ok":[3]}'"#;
         assert_eq!(run_sh(echo, LIMIT, &cancel).await.unwrap(), [3]);
         let refuse = r#"echo '{"Err":{"code":"FIRN-PROC","message":"m","hint":"h"}}'"#;
-        let refused = run_sh(refuse, LIMIT, &cancel).await.unwrap_err();
+        let refused = failure(run_sh(refuse, LIMIT, &cancel).await);
         assert_eq!(
             (refused.code(), refused.hint(), &*refused.to_string()),
             ("FIRN-PROC", "h", "m")
@@ -210,7 +215,7 @@ mod tests {
             "kill -KILL $$",
             "head -c 9000000 /dev/zero",
         ] {
-            let failed = run_sh(broken, LIMIT, &cancel).await.unwrap_err();
+            let failed = failure(run_sh(broken, LIMIT, &cancel).await);
             assert_eq!(failed.code(), "FIRN-PROC", "{broken}");
         }
         let failed = run_sh("echo why >&2; exit 1", LIMIT, &cancel).await.unwrap_err();
@@ -229,9 +234,8 @@ mod tests {
             let pid = std::fs::read_to_string(&pid_file).unwrap();
             !firn_host::procfs::is_alive(pid.trim().parse().unwrap())
         };
-        let late = run_sh(&hang, Duration::from_millis(300), &CancellationToken::default())
-            .await
-            .unwrap_err();
+        let late = run_sh(&hang, Duration::from_millis(300), &CancellationToken::default()).await;
+        let late = failure(late);
         assert_eq!(late.code(), "FIRN-LOOK-TIMEOUT");
         assert!(
             late.to_string().ends_with("within 0.3 s, it hangs at /srv/nfs"),
@@ -248,7 +252,7 @@ mod tests {
             cancel.cancel();
         };
         let (killed, ()) = tokio::join!(run_sh(&hang, LIMIT, &cancel), kill);
-        assert!(matches!(killed, Err(LookError::Killed)), "{killed:?}");
+        assert!(matches!(killed, Err(Interrupted::Cancelled)), "{killed:?}");
         let begun = Instant::now();
         while !is_gone() {
             assert!(begun.elapsed() < LIMIT, "it was left running");

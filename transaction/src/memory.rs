@@ -9,7 +9,7 @@ use firn_host::{Chain, Problem, ProblemReport};
 use firn_image::memory::call::{Order, Request};
 use firn_image::memory::progress::{self, Progress, ProgressFile};
 use firn_process::blocking::{remove, tidy};
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::reaper::{OutputError, Reaper};
 use serde::de::DeserializeOwned;
 use tokio::time::sleep;
@@ -40,9 +40,6 @@ pub enum CopyError {
          [deadlines] in the configuration"
     )]
     Late { limit: Duration },
-    #[error("the container was killed")]
-    #[problem("FIRN-ENDED", "the checkpoint can be used again")]
-    Killed,
 }
 
 impl CopyError {
@@ -51,7 +48,7 @@ impl CopyError {
         match self {
             Self::Failed(report) => ["FIRN-MEMORY", "FIRN-IMAGE-CORRUPT"].contains(&report.code.as_str()),
             Self::Program { .. } => true,
-            Self::Late { .. } | Self::Killed => false,
+            Self::Late { .. } => false,
         }
     }
 }
@@ -75,15 +72,19 @@ impl Copier {
         &self,
         request: Request,
         cancel: &CancellationToken,
-    ) -> Result<T, CopyError> {
+    ) -> Result<T, Interrupted<CopyError>> {
         let printed = self.printed(request, cancel).await?;
         let done: Result<T, ProblemReport> =
             serde_json::from_slice(&printed).map_err(|error| program(error.to_string()))?;
-        done.map_err(CopyError::Failed)
+        Ok(done.map_err(CopyError::Failed)?)
     }
 
     /// What firn-hook prints. Apart, because it is compiled once and not for each type of result.
-    async fn printed(&self, request: Request, cancel: &CancellationToken) -> Result<Vec<u8>, CopyError> {
+    async fn printed(
+        &self,
+        request: Request,
+        cancel: &CancellationToken,
+    ) -> Result<Vec<u8>, Interrupted<CopyError>> {
         let shown = phase(&request).map(|phase| ProgressFile {
             file: self.bundle.join(names::BUNDLE_PROGRESS),
             phase: phase.name().to_owned(),
@@ -98,12 +99,12 @@ impl Copier {
         if let Some(file) = file {
             remove("remove the progress of a copy", file, progress::remove).await;
         }
-        let output = output.ok_or(CopyError::Killed)?;
+        let output = output.ok_or(Interrupted::Cancelled)?;
         let output = output.map_err(|error| match error {
             OutputError::TimedOut { .. } => CopyError::Late { limit: self.limit },
             error => program(Chain(&error).to_string()),
         })?;
-        output.printed().map_err(program)
+        Ok(output.printed().map_err(program)?)
     }
 
     /// Waits for a copy, and logs how far it is if it takes long.

@@ -1,7 +1,6 @@
 //! Why a checkpoint failed, with the code and the remedy that users see.
 
 mod end;
-mod killed;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ use firn_host::{Chain, Problem, ProblemLine, Remedy};
 use firn_image::criu::ImageFault;
 use firn_image::manifest::{ImageError, ManifestError};
 use firn_oci::mounts::MountError;
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::cgroup::CgroupError;
 use firn_process::tracer::TraceError;
 
@@ -61,9 +60,9 @@ pub enum EffectError {
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
     #[error(transparent)]
-    Hook(HookError),
+    Hook(#[from] HookError),
     #[error(transparent)]
-    Look(LookError),
+    Look(#[from] LookError),
     #[error("the driver call failed")]
     Gpu(#[from] WorkerError),
     #[error("the container did not stand still while its image was made: {how}")]
@@ -125,7 +124,7 @@ pub enum EffectError {
     #[problem("FIRN-GPU-SPLIT", "resume it first (`ctr tasks resume`)")]
     Split,
     #[error(transparent)]
-    Copy(CopyError),
+    Copy(#[from] CopyError),
     #[error("the annotation firn.dev/bulk has the unknown value {word:?}")]
     #[problem("FIRN-STORE-UNUSABLE", "use firn.dev/bulk=inline or firn.dev/bulk=store")]
     BulkSetting { word: String },
@@ -155,6 +154,15 @@ pub enum EffectError {
     Mount(#[from] MountError),
     #[error("cannot read the spec")]
     Spec(#[from] firn_oci::SpecError),
+}
+
+impl<E: Into<EffectError>> From<Interrupted<E>> for EffectError {
+    fn from(interrupted: Interrupted<E>) -> Self {
+        match interrupted {
+            Interrupted::Cancelled => Self::Killed,
+            Interrupted::Failed(error) => error.into(),
+        }
+    }
 }
 
 impl EffectError {
@@ -338,7 +346,7 @@ pub enum CheckpointError {
         Chain(cause),
         cause.hint()
     )]
-    Hook { container: String, cause: HookError },
+    Hook { container: String, cause: EffectError },
     #[error("{}", line(format_args!("cannot read firn's configuration"), .0))]
     Config(firn_config::ConfigError),
     #[error("{}", ProblemLine(.0))]

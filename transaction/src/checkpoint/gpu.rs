@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use firn_config::{Keys, find_criu_plugin};
 use firn_host::procfs;
 use firn_process::OrWarn;
+use firn_process::cancel::Interrupted;
 use firn_process::reaper::Reaper;
 
 use super::Request;
@@ -99,7 +100,7 @@ struct End {
     /// Of the end of a container that was to end.
     ended: Result<(), EndError>,
     /// Of the hook `resumed`.
-    resumed: Result<(), HookError>,
+    resumed: Result<(), Interrupted<HookError>>,
     is_alive: bool,
     /// Its client has parked it.
     is_parked: bool,
@@ -204,13 +205,13 @@ impl End {
         let at_image = || image.clone().unwrap_or_else(|| path.to_owned());
         if let (Ok(()), Err(cause)) = (&self.result, self.resumed) {
             return Err(match cause {
-                HookError::Killed => CheckpointError::Ended {
+                Interrupted::Cancelled => CheckpointError::Ended {
                     container: id.clone(),
                     phase: Phase::Resumed,
                     cause: EffectError::Killed,
                     image,
                 },
-                cause => CheckpointError::NotResumed {
+                Interrupted::Failed(cause) => CheckpointError::NotResumed {
                     container: id.clone(),
                     image: at_image(),
                     cause,

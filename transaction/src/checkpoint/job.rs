@@ -4,6 +4,7 @@ use firn_gpu::SourceGpu;
 use firn_host::{Chain, Problem};
 use firn_oci::job_hook::{Facts, FactsOfGpu, JobHook};
 use firn_process::OrWarn;
+use firn_process::cancel::Interrupted;
 use firn_process::cgroup::FreezerState;
 use firn_process::reaper::Reaper;
 
@@ -40,7 +41,7 @@ impl ContainerEffects<'_> {
     }
 
     /// Calls the hook `resumed` in a container that continues, or lets Resume call it.
-    pub(super) async fn call_resumed(&mut self) -> Result<(), HookError> {
+    pub(super) async fn call_resumed(&mut self) -> Result<(), Interrupted<HookError>> {
         let facts = self.facts(JobHook::Resumed);
         if !self.caller().names(JobHook::Resumed)? || self.is_left_to_resume(&facts) {
             return Ok(());
@@ -110,7 +111,7 @@ impl ContainerEffects<'_> {
         }
     }
 
-    async fn call_hook(&self, facts: Facts) -> Result<(), HookError> {
+    async fn call_hook(&self, facts: Facts) -> Result<(), Interrupted<HookError>> {
         Box::pin(self.caller().call(self.transaction.container.init.pid(), facts)).await
     }
 }
@@ -132,6 +133,6 @@ pub async fn call_pending(container: &Container, reaper: &Reaper) -> Result<(), 
     let called = Box::pin(caller.call(container.init.pid(), facts)).await;
     called.map_err(|cause| CheckpointError::Hook {
         container: container.id.clone(),
-        cause,
+        cause: cause.into(),
     })
 }

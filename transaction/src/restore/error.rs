@@ -9,6 +9,7 @@ use firn_image::manifest::{ImageError, ManifestError};
 use firn_image::signature::SignatureError;
 use firn_oci::dev_repair::DevError;
 
+use firn_process::cancel::Interrupted;
 use firn_process::cgroup::CgroupError;
 use firn_process::tracer::TraceError;
 
@@ -64,7 +65,7 @@ pub enum Refusal {
     #[error(transparent)]
     Look(#[from] LookError),
     #[error(transparent)]
-    Memory(CopyError),
+    Memory(#[from] CopyError),
     #[error("the pod names an image that is not signed, and its memory is in the node's store")]
     #[problem(
         "FIRN-STORE-OWNER",
@@ -128,7 +129,7 @@ pub enum Cause {
     #[problem("FIRN-ENDED", "the checkpoint can be used again")]
     Killed,
     #[error(transparent)]
-    Hook(HookError),
+    Hook(#[from] HookError),
     #[error("cannot {what} within {} s", limit.as_secs_f32())]
     #[problem(
         "FIRN-LOOK-TIMEOUT",
@@ -181,7 +182,7 @@ pub enum Cause {
     #[error("cannot repair /dev of the container")]
     Dev(#[from] DevError),
     #[error(transparent)]
-    Memory(CopyError),
+    Memory(#[from] CopyError),
     #[error(transparent)]
     Damaged(#[from] ImageError),
     #[error("firn-hook refused it: {}", .0.message)]
@@ -197,11 +198,20 @@ pub enum Cause {
     Continue { pid: i32, source: std::io::Error },
 }
 
-impl From<HookError> for Cause {
-    fn from(error: HookError) -> Self {
-        match error {
-            HookError::Killed => Self::Killed,
-            error => Self::Hook(error),
+impl<E: Into<Cause>> From<Interrupted<E>> for Cause {
+    fn from(interrupted: Interrupted<E>) -> Self {
+        match interrupted {
+            Interrupted::Cancelled => Self::Killed,
+            Interrupted::Failed(error) => error.into(),
+        }
+    }
+}
+
+impl<E: Into<Refusal>> From<Interrupted<E>> for Refusal {
+    fn from(interrupted: Interrupted<E>) -> Self {
+        match interrupted {
+            Interrupted::Cancelled => Self::Killed,
+            Interrupted::Failed(error) => error.into(),
         }
     }
 }
@@ -251,24 +261,6 @@ impl Cause {
         match self {
             Self::Runtime { lines, log, .. } => quoted(lines, log),
             _ => String::new(),
-        }
-    }
-}
-
-impl From<CopyError> for Refusal {
-    fn from(error: CopyError) -> Self {
-        match error {
-            CopyError::Killed => Self::Killed,
-            error => Self::Memory(error),
-        }
-    }
-}
-
-impl From<CopyError> for Cause {
-    fn from(error: CopyError) -> Self {
-        match error {
-            CopyError::Killed => Self::Killed,
-            error => Self::Memory(error),
         }
     }
 }

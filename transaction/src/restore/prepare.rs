@@ -18,7 +18,7 @@ use firn_oci::job_hook::{
 use firn_oci::{Spec, dev_repair, edit, mounts};
 use firn_process::OrWarn;
 use firn_process::blocking::{Left, stoppable};
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::reaper::Reaper;
 use firn_remap::GpuAssignment;
 
@@ -283,7 +283,7 @@ impl Preparation<'_> {
         };
         let dirs = mounts::LIBRARY_DIRS.map(str::to_owned).to_vec();
         let mut resolved = match resolve(dirs.clone()).await {
-            Err(error) if error.code() == mounts::SOURCE_MISSING => {
+            Err(Interrupted::Failed(error)) if error.code() == mounts::SOURCE_MISSING => {
                 let by_cdi = library_dirs(hook, self.reaper).await;
                 resolve([dirs, by_cdi].concat()).await.map_err(|_| error)?
             }

@@ -9,7 +9,7 @@ use firn_oci::job_hook::JobHook;
 use firn_oci::{Spec, criu_config, criu_script};
 use firn_process::OrWarn;
 use firn_process::blocking::{remove, stoppable, tidy};
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::panics::{caught, twice};
 use firn_process::reaper::Reaper;
 
@@ -92,7 +92,7 @@ impl Restored<'_> {
                 transaction.journal.enter_anyway(Phase::Restored).await;
                 caller.call(self.pid, facts.clone()).await?;
             }
-            Ok::<_, HookError>(())
+            Ok::<_, Interrupted<HookError>>(())
         };
         let called = called.await.map_err(Cause::from);
         called.map_err(|cause| failed(prepared, cause))

@@ -11,7 +11,7 @@ use firn_image::manifest::{ImageFile, StoredMemory};
 use firn_image::memory::call::{MakeReady, Ready, Request, Rest, Save, Saved};
 use firn_image::memory::{Kept, Process};
 use firn_oci::Spec;
-use firn_process::cancel::CancellationToken;
+use firn_process::cancel::{CancellationToken, Interrupted};
 use serde::de::DeserializeOwned;
 
 use super::ContainerEffects;
@@ -74,11 +74,10 @@ impl ContainerEffects<'_> {
         {
             Ok(ready) => self.progress.store_ready = Some(ready),
             // The copy itself may succeed, or CRIU makes it.
-            Err(error) if error.is_odd() => {
+            Err(Interrupted::Failed(error)) if error.is_odd() => {
                 let id = &self.transaction.container.id;
                 log::warn!("the store is not made ready for {id}: {}", Chain(&error));
             }
-            Err(CopyError::Killed) => return Err(EffectError::stopped(self.transaction.cancel())),
             Err(error) => return Err(error.into()),
         }
         Ok(())
@@ -168,8 +167,10 @@ impl ContainerEffects<'_> {
                 Err(error) => Err(error),
             };
             match copied {
-                Err(error) if error.is_odd() => self.warn_of_criu(&Chain(&error).to_string()),
-                Err(CopyError::Killed) => return Err(EffectError::stopped(transaction.cancel())),
+                Err(Interrupted::Failed(error)) if error.is_odd() => {
+                    self.warn_of_criu(&Chain(&error).to_string())
+                }
+                Err(Interrupted::Cancelled) => return Err(EffectError::stopped(transaction.cancel())),
                 copied => return Ok(copied?),
             }
             let empty = move || image.empty_discarded_pages();
@@ -238,7 +239,7 @@ fn process(pid: i32) -> Option<Process> {
 
 impl Copying {
     /// Copies large memory into the store, unless the transaction is stopped or `failed` is cancelled.
-    async fn save(&self, failed: &CancellationToken) -> Result<Saved, CopyError> {
+    async fn save(&self, failed: &CancellationToken) -> Result<Saved, Interrupted<CopyError>> {
         match self.save.clone() {
             Some(save) => self.ask(Request::Save(save), failed).await,
             None => Ok(Saved::default()),
@@ -249,7 +250,7 @@ impl Copying {
         &self,
         request: Request,
         failed: &CancellationToken,
-    ) -> Result<T, CopyError> {
+    ) -> Result<T, Interrupted<CopyError>> {
         let mut asked = Box::pin(self.copier.ask(request, failed));
         tokio::select! {
             done = &mut asked => done,
@@ -261,7 +262,7 @@ impl Copying {
     }
 
     /// Writes the pages files, once CRIU is done.
-    async fn rest(self, image: PathBuf, saved: Saved) -> Result<Copied, CopyError> {
+    async fn rest(self, image: PathBuf, saved: Saved) -> Result<Copied, Interrupted<CopyError>> {
         let rest = Request::Rest(Rest {
             image,
             processes: self.processes.clone(),

@@ -305,7 +305,7 @@ async fn goes_on(effects: &mut ContainerEffects<'_>, moved: Option<Moved>) -> Re
         timings::fail();
     }
     let hook = hook.map_or(Err(EffectError::Panicked), |called| {
-        called.map_err(EffectError::Hook)
+        called.map_err(EffectError::from)
     });
     Resumed {
         moved,
