@@ -1,8 +1,4 @@
-//! The calls of containerd's API that firn's commands need.
-//!
-//! The messages are written by hand, with the fields that are used: what is left out is skipped when it is
-//! read, and a default when it is sent. A message whose only field is its first is a `String` or `u32` of
-//! prost; `()` skips all fields.
+//! The calls of containerd's API that firn's commands need. The messages are those of [`firn_containerd`].
 
 mod called;
 mod containers;
@@ -23,10 +19,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_containerd::snapshots::{MountsResponse, SnapshotName};
+use firn_containerd::tasks::{self as task_calls, status};
+use firn_containerd::{Message, containers as container_calls, snapshots as snapshot_calls};
 use firn_host::UnlessAbsent;
 use futures_util::Stream;
 use hyper_util::rt::TokioIo;
-use prost::Message;
 use tokio::net::UnixStream;
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
@@ -37,8 +35,13 @@ use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 pub use called::{NERDCTL_STATE, bundles_called};
-pub use content::{Content, Descriptor, Image, next};
+pub use containers::ContainerSpec;
+pub use content::next;
 pub use events::{Phase, Phases};
+pub use firn_containerd::containers::{Container, Runtime};
+pub use firn_containerd::images::Image;
+pub use firn_containerd::tasks::CreateRequest as CreateTask;
+pub use firn_containerd::{Any, Descriptor, Mount};
 pub use snapshots::Snapshot;
 pub use tasks::{Task, TaskState};
 
@@ -95,154 +98,6 @@ pub struct Socket {
         default_value = "/run/containerd/containerd.sock"
     )]
     pub address: PathBuf,
-}
-
-/// `google.protobuf.Any`
-#[derive(Clone, PartialEq, Message)]
-pub struct Any {
-    #[prost(string, tag = "1")]
-    pub type_url: String,
-    #[prost(bytes = "vec", tag = "2")]
-    pub value: Vec<u8>,
-}
-
-/// `containerd.types.Mount`
-#[derive(Clone, PartialEq, Message)]
-pub struct Mount {
-    #[prost(string, tag = "1")]
-    pub r#type: String,
-    #[prost(string, tag = "2")]
-    pub source: String,
-    #[prost(string, tag = "3")]
-    pub target: String,
-    #[prost(string, repeated, tag = "4")]
-    pub options: Vec<String>,
-}
-
-/// `containerd.services.containers.v1.Container`
-#[derive(Clone, PartialEq, Message)]
-pub struct Container {
-    #[prost(string, tag = "1")]
-    pub id: String,
-    #[prost(map = "string, string", tag = "2")]
-    pub labels: HashMap<String, String>,
-    /// Name of the image that its root file system began with.
-    #[prost(string, tag = "3")]
-    pub image: String,
-    #[prost(message, optional, tag = "4")]
-    pub runtime: Option<Runtime>,
-    /// The OCI spec, as JSON.
-    #[prost(message, optional, tag = "5")]
-    pub spec: Option<Any>,
-    #[prost(string, tag = "6")]
-    pub snapshotter: String,
-    #[prost(string, tag = "7")]
-    pub snapshot_key: String,
-}
-
-/// `containerd.services.containers.v1.Container.Runtime`
-#[derive(Clone, PartialEq, Message)]
-pub struct Runtime {
-    #[prost(string, tag = "1")]
-    pub name: String,
-    #[prost(message, optional, tag = "2")]
-    pub options: Option<Any>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct GotContainer {
-    #[prost(message, optional, tag = "1")]
-    container: Option<Container>,
-}
-
-/// `containerd.services.containers.v1.CreateContainerRequest`
-#[derive(Clone, PartialEq, Message)]
-struct CreateContainer {
-    #[prost(message, optional, tag = "1")]
-    container: Option<Container>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ListContainers {
-    #[prost(string, repeated, tag = "1")]
-    filters: Vec<String>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ListedContainers {
-    #[prost(message, repeated, tag = "1")]
-    containers: Vec<Container>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct ListedTasks {
-    #[prost(message, repeated, tag = "1")]
-    tasks: Vec<ListedTask>,
-}
-
-/// `containerd.v1.types.Process`
-#[derive(Clone, PartialEq, Message)]
-struct ListedTask {
-    #[prost(string, tag = "2")]
-    id: String,
-    #[prost(uint32, tag = "3")]
-    pid: u32,
-    #[prost(int32, tag = "4")]
-    status: i32,
-    #[prost(uint32, tag = "9")]
-    exit_status: u32,
-}
-
-/// `RUNNING` and `PAUSED` of `containerd.v1.types.Status`.
-const ALIVE: [i32; 2] = [2, 4];
-
-#[derive(Clone, PartialEq, Message)]
-struct GetMounts {
-    #[prost(string, tag = "1")]
-    snapshotter: String,
-    #[prost(string, tag = "2")]
-    key: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct GotMounts {
-    #[prost(message, repeated, tag = "1")]
-    mounts: Vec<Mount>,
-}
-
-/// `containerd.services.tasks.v1.CreateTaskRequest`
-#[derive(Clone, PartialEq, Message)]
-pub struct CreateTask {
-    #[prost(string, tag = "1")]
-    pub container_id: String,
-    #[prost(message, repeated, tag = "3")]
-    pub rootfs: Vec<Mount>,
-    #[prost(string, tag = "5")]
-    pub stdout: String,
-    #[prost(string, tag = "6")]
-    pub stderr: String,
-    #[prost(bool, tag = "7")]
-    pub terminal: bool,
-    #[prost(message, optional, tag = "9")]
-    pub options: Option<Any>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Created {
-    #[prost(uint32, tag = "2")]
-    pid: u32,
-}
-
-/// `containerd.services.tasks.v1.UpdateTaskRequest`
-#[derive(Clone, PartialEq, Message)]
-struct UpdateTask {
-    #[prost(string, tag = "1")]
-    container_id: String,
-    /// Always sent, and empty: a shim that looks for limits here finds none, and fails.
-    #[prost(message, optional, tag = "2")]
-    resources: Option<Any>,
-    #[prost(map = "string, string", tag = "3")]
-    annotations: HashMap<String, String>,
 }
 
 /// containerd cannot be reached, or has refused.
@@ -332,39 +187,39 @@ impl Containerd {
     }
 
     pub async fn container(&self, id: &str) -> Result<Container, CallError> {
-        let got: GotContainer = self
-            .call("/containerd.services.containers.v1.Containers/Get", id.to_owned())
-            .await?;
+        let got: container_calls::GetResponse = self.call(container_calls::GET, id.to_owned()).await?;
         Ok(got.container.unwrap_or_default())
     }
 
     pub async fn create_container(&self, container: Container) -> Result<(), CallError> {
-        let call = "/containerd.services.containers.v1.Containers/Create";
         let container = Some(container);
-        self.call(call, CreateContainer { container }).await
+        let request = container_calls::CreateRequest { container };
+        self.call(container_calls::CREATE, request).await
     }
 
     pub async fn delete_container(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.containers.v1.Containers/Delete";
-        self.call(call, id.to_owned()).await
+        self.call(container_calls::DELETE, id.to_owned()).await
     }
 
     /// The containers with this label.
     pub async fn with_label(&self, name: &str, value: &str) -> Result<Vec<Container>, CallError> {
-        let filters = vec![format!("labels.{name:?}=={value:?}")];
-        let call = "/containerd.services.containers.v1.Containers/List";
-        let listed: ListedContainers = self.call(call, ListContainers { filters }).await?;
+        self.list(format!("labels.{name:?}=={value:?}")).await
+    }
+
+    async fn list(&self, filter: String) -> Result<Vec<Container>, CallError> {
+        let filters = vec![filter];
+        let request = container_calls::ListRequest { filters };
+        let listed: container_calls::ListResponse = self.call(container_calls::LIST, request).await?;
         Ok(listed.containers)
     }
 
     /// Ids of the containers whose tasks run or are paused.
     pub async fn running(&self) -> Result<Vec<String>, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/List";
-        let listed: ListedTasks = self.call(call, ()).await?;
+        let listed: task_calls::ListResponse = self.call(task_calls::LIST, ()).await?;
         let running = listed
             .tasks
             .into_iter()
-            .filter(|task| ALIVE.contains(&task.status));
+            .filter(|task| [status::RUNNING, status::PAUSED].contains(&task.status));
         Ok(running.map(|task| task.id).collect())
     }
 
@@ -373,43 +228,38 @@ impl Containerd {
         if container.snapshot_key.is_empty() {
             return Ok(Vec::new());
         }
-        let request = GetMounts {
+        let request = SnapshotName {
             snapshotter: container.snapshotter.clone(),
             key: container.snapshot_key.clone(),
         };
-        let got: GotMounts = self
-            .call("/containerd.services.snapshots.v1.Snapshots/Mounts", request)
-            .await?;
+        let got: MountsResponse = self.call(snapshot_calls::MOUNTS, request).await?;
         Ok(got.mounts)
     }
 
     /// Gives the pid of its init; 0 as long as there is none.
     pub async fn create(&self, task: CreateTask) -> Result<u32, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Create";
-        let created: Created = self.call(call, task).await?;
+        let created: task_calls::CreateResponse = self.call(task_calls::CREATE, task).await?;
         Ok(created.pid)
     }
 
     /// Gives the pid of its init.
     pub async fn start(&self, id: &str) -> Result<u32, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Start";
-        self.call(call, id.to_owned()).await
+        self.call(task_calls::START, id.to_owned()).await
     }
 
     /// Hands annotations to the shim.
     pub async fn annotate(&self, id: &str, annotations: HashMap<String, String>) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Update";
-        let request = UpdateTask {
+        let request = task_calls::UpdateRequest {
             container_id: id.to_owned(),
+            // Always sent, and empty: a shim that looks for limits here finds none, and fails.
             resources: Some(Any::default()),
             annotations,
         };
-        self.call(call, request).await
+        self.call(task_calls::UPDATE, request).await
     }
 
     pub async fn delete(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Delete";
-        self.call(call, id.to_owned()).await
+        self.call(task_calls::DELETE, id.to_owned()).await
     }
 
     /// The same connection, for another namespace.

@@ -268,17 +268,8 @@ pub const BUNDLE_PROGRESS: &str = "firn-progress.json";
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 
-/// Field of `containerd.runc.v1.Options` in which `firn restore` sends the image directory to the shim:
-/// containerd 1.7 hands on the one of its own (`criu_image_path`) for the stock shim alone, and would start
-/// the container afresh.
-pub const OPTION_RESTORE_DIR: u32 = 15_001;
-
-/// Number of the field of `containerd.runc.v1.CheckpointOptions` by which `firn checkpoint` and `firn move`
-/// want all memory in the image ([`BULK_INLINE`]), whatever the configuration has. containerd does not know
-/// the field and hands it on.
-pub const OPTION_BULK: u32 = 15_002;
-
-/// The value of [`OPTION_BULK`].
+/// What `firn checkpoint` and `firn move` send with a checkpoint to have all memory in the image, whatever
+/// the configuration has.
 pub const BULK_INLINE: &str = "inline";
 
 /// Directory with a file for each store that the node has used: where its file system was mounted.

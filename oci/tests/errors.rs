@@ -1,25 +1,21 @@
 //! docs/reference/errors.md lists every code that the sources use, and no others; each is named by a test.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 15] = [
-    "config",
-    "host",
-    "gpu",
-    "oci",
-    "store",
-    "image",
-    "remap",
-    "preflight",
-    "worker",
-    "cdi",
-    "hooks",
-    "cli",
-    "runc",
-    "shim",
-    "transaction",
-];
+/// Directories with crates that are no product.
+const TOOLS: [&str; 3] = ["bench", "fuzz", "xtask"];
+
+/// The crates of the product.
+fn crates(root: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(root).expect("the workspace can be listed");
+    let dirs = entries.map(|entry| entry.expect("the workspace can be listed").path());
+    let is_product = |dir: &PathBuf| {
+        let name = dir.file_name().unwrap_or_default().to_string_lossy();
+        dir.join("Cargo.toml").is_file() && dir.join("src").is_dir() && !TOOLS.contains(&&*name)
+    };
+    dirs.filter(is_product).collect()
+}
 
 /// Every `FIRN-...` code in a text.
 fn codes(text: &str, found: &mut BTreeSet<String>) {
@@ -74,10 +70,10 @@ fn codes_of_tests(dir: &Path, is_test: bool, found: &mut BTreeSet<String>) {
 fn every_code_is_named_by_a_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let (mut used, mut tested) = (BTreeSet::new(), BTreeSet::new());
-    for name in CRATES {
-        codes_of_sources(&root.join(name).join("src"), &mut used);
-        codes_of_tests(&root.join(name).join("src"), false, &mut tested);
-        let tests = root.join(name).join("tests");
+    for dir in crates(&root) {
+        codes_of_sources(&dir.join("src"), &mut used);
+        codes_of_tests(&dir.join("src"), false, &mut tested);
+        let tests = dir.join("tests");
         if tests.is_dir() {
             codes_of_tests(&tests, true, &mut tested);
         }
@@ -91,8 +87,8 @@ fn every_code_is_named_by_a_test() {
 fn the_list_of_codes_is_complete_and_current() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let (mut used, mut listed) = (BTreeSet::new(), BTreeSet::new());
-    for name in CRATES {
-        codes_of_sources(&root.join(name).join("src"), &mut used);
+    for dir in crates(&root) {
+        codes_of_sources(&dir.join("src"), &mut used);
     }
     let page = root.join("docs/reference/errors.md");
     let list = std::fs::read_to_string(page).expect("docs/reference/errors.md is there");

@@ -8,16 +8,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_containerd::containers::{self, Container};
+use firn_containerd::node::{self, VersionResponse};
+use firn_containerd::{Any, FieldMask, Message};
 use firn_oci::{GpuPath, Spec, classify, edit};
 use firn_process::blocking::blocking;
 use firn_transaction::checkpoint::park::Moved;
 use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
-use protobuf::well_known_types::empty::Empty;
-use protobuf::well_known_types::wrappers::StringValue;
-use protobuf::{Message, UnknownValueRef};
 
-use crate::options::unknown_string;
 use http2::Call;
 
 pub(crate) mod http2;
@@ -26,18 +25,9 @@ pub(crate) mod images;
 /// How long the daemon may take to answer. It answers in a millisecond or two; a shim that gave up too early
 /// works as well, with one more `start` per container of a pod.
 const VERSION_LIMIT: Duration = Duration::from_millis(500);
-const VERSION: &str = "/containerd.services.version.v1.Version/Version";
 /// How long it may take to send the metadata of a container, or to take them. Without them the container
 /// starts and continues, too.
 const METADATA_LIMIT: Duration = Duration::from_secs(2);
-const CONTAINER: &str = "/containerd.services.containers.v1.Containers/Get";
-const UPDATE: &str = "/containerd.services.containers.v1.Containers/Update";
-/// Field 1 of `GetContainerResponse`: the container. Field 2 of that: its labels, as pairs of fields 1 and 2.
-/// Field 3: the name of its image. Field 5: its spec, JSON in a `google.protobuf.Any`.
-const CONTAINER_FIELD: u32 = 1;
-const LABELS_FIELD: u32 = 2;
-const IMAGE_FIELD: u32 = 3;
-const SPEC_FIELD: u32 = 5;
 /// First daemon that takes a version 3.
 const FIRST_MAJOR: u32 = 2;
 
@@ -50,20 +40,20 @@ const FIRST_MAJOR: u32 = 2;
 /// the plain reply.
 pub(crate) fn reads_version_3(address: &str) -> bool {
     let call = Call {
-        method: VERSION,
+        method: node::VERSION,
         namespace: None,
         message: &[],
     };
     let response = http2::unary_call(path(address), &call, Instant::now() + VERSION_LIMIT).ok();
-    let version = response.and_then(|response| version_field(&response));
+    let version = response.and_then(|response| version_in(&response));
     let major = version.and_then(|version| major(&version));
     major.is_some_and(|major| major >= FIRST_MAJOR)
 }
 
-/// Field 1 of `VersionResponse`, a message that is not among the published ones.
-pub(crate) fn version_field(response: &[u8]) -> Option<String> {
-    let response = Empty::parse_from_bytes(response).ok()?;
-    Some(unknown_string(&response, 1)).filter(|version| !version.is_empty())
+/// The version in a [`VersionResponse`].
+pub(crate) fn version_in(response: &[u8]) -> Option<String> {
+    let response = VersionResponse::decode(response).ok()?;
+    Some(response.version).filter(|version| !version.is_empty())
 }
 
 /// Major number of `v2.1.4`, `2.1.4~ds1`, `1.7.24+unknown`; none for a build that carries no version.
@@ -76,11 +66,12 @@ pub(crate) fn major(version: &str) -> Option<u32> {
 /// which is logged.
 pub(crate) async fn labels(address: &str, namespace: &str, id: &str) -> BTreeMap<String, String> {
     let (address, namespace, of) = (address.to_owned(), namespace.to_owned(), id.to_owned());
-    let labels = blocking(move || call_for_labels(&address, &namespace, &of)).await;
-    labels.unwrap_or_else(|error| {
+    let container = blocking(move || get(&address, &namespace, &of)).await;
+    let container = container.unwrap_or_else(|error| {
         log::warn!("cannot read the labels of {id}: hooks that its image names are not called: {error}");
-        BTreeMap::new()
-    })
+        Container::default()
+    });
+    firn_host::ordered::map_of(container.labels)
 }
 
 /// The name of a container's image; empty if containerd does not answer.
@@ -89,41 +80,21 @@ pub(crate) fn image(address: &str, namespace: &str, id: &str) -> impl Future<Out
     let image = blocking(move || {
         let found = get(&address, &namespace, &id);
         let found = found.inspect_err(|error| log::debug!("cannot read the image of {id}: {error}"));
-        found.map(|container| unknown_string(&container, IMAGE_FIELD))
+        found.map(|container| container.image)
     });
     async { image.await.unwrap_or_default() }
 }
 
-fn call_for_labels(address: &str, namespace: &str, id: &str) -> io::Result<BTreeMap<String, String>> {
-    Ok(labels_of(&get(address, namespace, id)?)?)
-}
-
 /// What containerd has of a container.
-fn get(address: &str, namespace: &str, id: &str) -> io::Result<Empty> {
-    // The request has the one field of a StringValue.
-    let request = StringValue {
-        value: id.to_owned(),
-        ..StringValue::default()
-    };
+fn get(address: &str, namespace: &str, id: &str) -> io::Result<Container> {
     let call = Call {
-        method: CONTAINER,
+        method: containers::GET,
         namespace: Some(namespace),
-        message: &request.write_to_bytes()?,
+        message: &id.to_owned().encode_to_vec(),
     };
     let response = http2::unary_call(path(address), &call, Instant::now() + METADATA_LIMIT)?;
-    Ok(container_in(&response)?)
-}
-
-/// The container in a `GetContainerResponse`, a message that is not among the published ones.
-fn container_in(response: &[u8]) -> protobuf::Result<Empty> {
-    let found = messages(&Empty::parse_from_bytes(response)?, CONTAINER_FIELD)?;
-    Ok(found.into_iter().next_back().unwrap_or_default())
-}
-
-fn labels_of(container: &Empty) -> protobuf::Result<BTreeMap<String, String>> {
-    let labels = messages(container, LABELS_FIELD)?.into_iter();
-    let pairs = labels.map(|label| (unknown_string(&label, 1), unknown_string(&label, 2)));
-    Ok(firn_host::ordered::map_of(pairs))
+    let response = containers::GetResponse::decode(&*response)?;
+    Ok(response.container.unwrap_or_default())
 }
 
 /// What is new of a container.
@@ -150,45 +121,47 @@ fn call_to_describe(address: &str, namespace: &str, id: &str, change: &Change) -
         return Ok(());
     };
     let call = Call {
-        method: UPDATE,
+        method: containers::UPDATE,
         namespace: Some(namespace),
-        message: &request,
+        message: &request.encode_to_vec(),
     };
     http2::unary_call(path(address), &call, Instant::now() + METADATA_LIMIT).map(drop)
 }
 
-/// An `UpdateContainerRequest`; none if nothing changes.
-fn update_of(container: &Empty, id: &str, change: &Change) -> io::Result<Option<Vec<u8>>> {
-    let mut updated = Empty::new();
-    let mut mask = Empty::new();
-    push(&mut updated, 1, id.as_bytes());
-    if labels_of(container)?.get(names::LABEL_PARKED) != change.label.as_ref() {
+/// The request that makes the change; none if nothing changes.
+fn update_of(
+    container: &Container,
+    id: &str,
+    change: &Change,
+) -> io::Result<Option<containers::UpdateRequest>> {
+    let mut updated = Container {
+        id: id.to_owned(),
+        ..Container::default()
+    };
+    let mut mask = FieldMask::default();
+    if container.labels.get(names::LABEL_PARKED) != change.label.as_ref() {
         if let Some(text) = &change.label {
-            let mut pair = Empty::new();
-            push(&mut pair, 1, names::LABEL_PARKED.as_bytes());
-            push(&mut pair, 2, text.as_bytes());
-            push(&mut updated, LABELS_FIELD, &pair.write_to_bytes()?);
+            updated
+                .labels
+                .insert(names::LABEL_PARKED.to_owned(), text.clone());
         }
         // Clients may change other labels meanwhile. containerd removes one that the mask alone names.
-        push(&mut mask, 1, format!("labels.{}", names::LABEL_PARKED).as_bytes());
+        mask.paths.push(format!("labels.{}", names::LABEL_PARKED));
     }
     if let Some(moved) = &change.moved
-        && let Some(any) = messages(container, SPEC_FIELD)?.first()
-        && let Some(spec) = moved_spec(&bytes(any, 2), moved)?
+        && let Some(any) = &container.spec
+        && let Some(value) = moved_spec(&any.value, moved)?
     {
-        let mut edited = Empty::new();
-        push(&mut edited, 1, &bytes(any, 1));
-        push(&mut edited, 2, &spec);
-        push(&mut updated, SPEC_FIELD, &edited.write_to_bytes()?);
-        push(&mut mask, 1, b"spec");
+        updated.spec = Some(Any {
+            type_url: any.type_url.clone(),
+            value,
+        });
+        mask.paths.push("spec".to_owned());
     }
-    if bytes(&mask, 1).is_empty() {
-        return Ok(None);
-    }
-    let mut request = Empty::new();
-    push(&mut request, 1, &updated.write_to_bytes()?);
-    push(&mut request, 2, &mask.write_to_bytes()?);
-    Ok(Some(request.write_to_bytes()?))
+    Ok((!mask.paths.is_empty()).then_some(containers::UpdateRequest {
+        container: Some(updated),
+        update_mask: Some(mask),
+    }))
 }
 
 /// The spec with other GPUs; none if it names no GPU nodes, but asks for GPUs in another way.
@@ -203,29 +176,6 @@ fn moved_spec(json: &[u8], moved: &Moved) -> io::Result<Option<Vec<u8>>> {
     }
     edit::replace_gpus(&mut spec, &moved.gpus, &moved.common).map_err(io::Error::other)?;
     Ok(Some(serde_json::to_vec(spec.value())?))
-}
-
-fn push(message: &mut Empty, field: u32, bytes: &[u8]) {
-    let fields = message.special_fields.mut_unknown_fields();
-    fields.add_length_delimited(field, bytes.to_vec());
-}
-
-/// The last value of a field; empty if there is none.
-fn bytes(message: &Empty, field: u32) -> Vec<u8> {
-    match message.special_fields.unknown_fields().get(field) {
-        Some(UnknownValueRef::LengthDelimited(bytes)) => bytes.to_vec(),
-        _ => Vec::new(),
-    }
-}
-
-/// The messages in a field.
-fn messages(message: &Empty, field: u32) -> protobuf::Result<Vec<Empty>> {
-    let fields = message.special_fields.unknown_fields().iter();
-    let bytes = fields.filter_map(|(number, value)| match value {
-        UnknownValueRef::LengthDelimited(bytes) if number == field => Some(bytes),
-        _ => None,
-    });
-    bytes.map(Empty::parse_from_bytes).collect()
 }
 
 /// Connects without waiting for a place in the listener's backlog.
@@ -253,62 +203,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_found_among_the_metadata() {
-        let label = |key: &str, value: &str| {
-            let pair = [field(1, key.as_bytes()), field(2, value.as_bytes())].concat();
-            field(2, &pair)
-        };
-        let container = [
-            field(1, b"job"),
-            label("a", "1"),
-            field(3, b"image"),
-            label("firn.dev/hook-prepare", "exec: /hook"),
-        ]
-        .concat();
-        let labels_in = |response: &[u8]| labels_of(&container_in(response)?);
-        let labels = labels_in(&field(1, &container)).unwrap();
-        let expected = [("a", "1"), ("firn.dev/hook-prepare", "exec: /hook")];
-        let expected = expected.map(|(key, value)| (key.to_owned(), value.to_owned()));
-        assert_eq!(labels, BTreeMap::from(expected));
-        assert!(labels_in(b"").unwrap().is_empty());
-        labels_in(b"\x0a\x7fjob").unwrap_err();
-        labels_in(&field(1, b"\x12\x7f")).unwrap_err();
-    }
-
-    /// The container of an `UpdateContainerRequest`, and the paths of its mask.
-    fn parsed(request: &[u8]) -> (Empty, Vec<String>) {
-        let request = Empty::parse_from_bytes(request).unwrap();
-        let container = messages(&request, 1).unwrap().remove(0);
-        let mask = messages(&request, 2).unwrap().remove(0);
-        let fields = mask.special_fields.unknown_fields().iter();
-        let paths = fields.map(|(_, value)| match value {
-            UnknownValueRef::LengthDelimited(path) => String::from_utf8(path.to_vec()).unwrap(),
-            _ => panic!("no path"),
-        });
-        let paths = paths.collect();
-        (container, paths)
-    }
-
-    #[test]
     fn a_parked_container_gets_a_label_and_loses_it() {
-        let change = |label: Option<&str>| Change {
-            label: label.map(str::to_owned),
-            moved: None,
+        let label = |text: &str| (names::LABEL_PARKED.to_owned(), text.to_owned());
+        let update = |container: &Container, text: Option<&str>| {
+            let change = Change {
+                label: text.map(str::to_owned),
+                moved: None,
+            };
+            let request = update_of(container, "job", &change).unwrap()?;
+            Some((request.container.unwrap(), request.update_mask.unwrap().paths))
         };
-        let update = |container: &Empty, label| update_of(container, "job", &change(label)).unwrap();
-        let other = [field(1, b"a"), field(2, b"1")].concat();
-        let mut container = Empty::new();
-        push(&mut container, LABELS_FIELD, &other);
+        let mut container = Container::default();
+        container.labels.insert("a".to_owned(), "1".to_owned());
         assert!(update(&container, None).is_none());
         // The label of nobody else is written.
-        let (parked, mask) = parsed(&update(&container, Some("5 MiB")).unwrap());
+        let (parked, mask) = update(&container, Some("5 MiB")).unwrap();
         assert_eq!(mask, ["labels.firn.dev/parked"]);
-        let label = ("firn.dev/parked".to_owned(), "5 MiB".to_owned());
-        assert_eq!(labels_of(&parked).unwrap(), BTreeMap::from([label]));
+        assert_eq!(
+            (&*parked.id, parked.labels.clone()),
+            ("job", [label("5 MiB")].into())
+        );
         assert!(update(&parked, Some("5 MiB")).is_none());
-        let (freed, mask) = parsed(&update(&parked, None).unwrap());
+        let (freed, mask) = update(&parked, None).unwrap();
         assert_eq!(mask, ["labels.firn.dev/parked"]);
-        assert!(labels_of(&freed).unwrap().is_empty());
+        assert!(freed.labels.is_empty());
     }
 
     #[test]
@@ -325,13 +243,12 @@ mod tests {
             });
             serde_json::json!({"linux": {"devices": [node]}, "hostname": "h"})
         };
-        let of = |json: &serde_json::Value| {
-            let mut container = Empty::new();
-            let mut any = Empty::new();
-            push(&mut any, 1, b"types/Spec");
-            push(&mut any, 2, &serde_json::to_vec(json).unwrap());
-            push(&mut container, SPEC_FIELD, &any.write_to_bytes().unwrap());
-            container
+        let of = |json: &serde_json::Value| Container {
+            spec: Some(Any {
+                type_url: "types/Spec".to_owned(),
+                value: serde_json::to_vec(json).unwrap(),
+            }),
+            ..Container::default()
         };
         let moved = || Change {
             label: None,
@@ -352,24 +269,14 @@ mod tests {
             }),
         };
         let request = update_of(&of(&spec(0)), "job", &moved()).unwrap().unwrap();
-        let (container, mask) = parsed(&request);
-        assert_eq!(mask, ["spec"]);
-        let any = messages(&container, SPEC_FIELD).unwrap().remove(0);
-        let now: serde_json::Value = serde_json::from_slice(&bytes(&any, 2)).unwrap();
+        assert_eq!(request.update_mask.unwrap().paths, ["spec"]);
+        let any = request.container.unwrap().spec.unwrap();
+        let now: serde_json::Value = serde_json::from_slice(&any.value).unwrap();
         assert_eq!(now["linux"]["devices"], spec(1)["linux"]["devices"]);
-        assert_eq!(
-            (bytes(&any, 1), &now["hostname"]),
-            (b"types/Spec".to_vec(), &"h".into())
-        );
+        assert_eq!((&*any.type_url, &now["hostname"]), ("types/Spec", &"h".into()));
         // Its GPUs come from a hook or a name, which firn has turned into nodes in the bundle alone.
         let unnamed = of(&serde_json::json!({"linux": {}}));
         assert!(update_of(&unnamed, "job", &moved()).unwrap().is_none());
-    }
-
-    /// A length-delimited field of fewer than 128 bytes.
-    fn field(number: u8, bytes: &[u8]) -> Vec<u8> {
-        let length = u8::try_from(bytes.len()).unwrap();
-        [&[number << 3 | 2, length][..], bytes].concat()
     }
 
     #[test]
@@ -391,11 +298,11 @@ mod tests {
     #[test]
     fn the_version_is_found_among_other_fields() {
         assert_eq!(
-            version_field(b"\x12\x03rev\x0a\x06v2.1.4").as_deref(),
+            version_in(b"\x12\x03rev\x0a\x06v2.1.4").as_deref(),
             Some("v2.1.4")
         );
-        assert_eq!(version_field(b"\x12\x03rev"), None);
-        assert_eq!(version_field(b"\x0a\x7fv2"), None);
+        assert_eq!(version_in(b"\x12\x03rev"), None);
+        assert_eq!(version_in(b"\x0a\x7fv2"), None);
     }
 
     #[test]

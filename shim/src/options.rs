@@ -7,28 +7,15 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use containerd_shim_protos::shim::oci;
-use firn_config::names;
+use firn_containerd::Message;
+use firn_containerd::runc::{
+    self, CHECKPOINT_OPTIONS, CheckpointOptions, OPTIONS, RUNTIME_OPTIONS, RuntimeOptions,
+};
 use firn_oci::Spec;
 use protobuf::well_known_types::any::Any;
-use protobuf::well_known_types::empty::Empty;
-use protobuf::{Message, UnknownValueRef};
 
 use firn_process::cgroup::Cgroup;
 use firn_transaction::options::{MAX_FILE, RuncOptions};
-
-const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
-const CHECKPOINT_OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
-/// What CRI sends for every runtime type but `io.containerd.runc.v2`.
-const RUNTIME_OPTIONS: &str = "runtimeoptions.v1.Options";
-
-/// `criu_path` of the options of containerd 1.x; later versions reserve the number.
-const CRIU_PATH: u32 = 8;
-/// `parent_path` of the checkpoint options, newer than the published messages.
-pub(crate) const PARENT_PATH: u32 = 10;
-/// `config_path` and `config_body` of CRI's options.
-const CONFIG_PATH: u32 = 2;
-const CONFIG_BODY: u32 = 3;
 
 /// Options that cannot be understood.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +29,7 @@ pub enum DecodeError {
         /// The message type.
         type_name: &'static str,
         /// Cause.
-        source: protobuf::Error,
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The file that `config_path` names cannot be read.
     #[error("cannot read the runtime options in {path}")]
@@ -67,8 +54,14 @@ pub enum DecodeError {
     },
 }
 
-pub(crate) fn malformed(type_name: &'static str) -> impl Fn(protobuf::Error) -> DecodeError {
-    move |source| DecodeError::Malformed { type_name, source }
+pub(crate) fn malformed<E>(type_name: &'static str) -> impl Fn(E) -> DecodeError
+where
+    E: std::error::Error + Send + Sync + 'static,
+{
+    move |source| DecodeError::Malformed {
+        type_name,
+        source: Box::new(source),
+    }
 }
 
 /// Last segment of a type URL: Go writes the bare message name, other encoders put a host before it.
@@ -76,17 +69,9 @@ fn type_name(any: &Any) -> &str {
     any.type_url.rsplit('/').next().unwrap_or_default()
 }
 
-/// Value of a string field that the generated message does not have; empty if it was not sent.
-pub(crate) fn unknown_string(message: &impl Message, number: u32) -> String {
-    match message.special_fields().unknown_fields().get(number) {
-        Some(UnknownValueRef::LengthDelimited(bytes)) => String::from_utf8_lossy(bytes).into_owned(),
-        _ => String::new(),
-    }
-}
-
 /// Whether [`runc_options`] knows the type.
 pub(crate) fn is_sent_as(any: &Any) -> bool {
-    matches!(type_name(any), RUNC_OPTIONS | RUNTIME_OPTIONS)
+    matches!(type_name(any), OPTIONS | RUNTIME_OPTIONS)
 }
 
 fn sent(any: Option<&Any>) -> Option<&Any> {
@@ -112,9 +97,9 @@ pub(crate) fn runc_options(any: Option<&Any>) -> Result<RuncOptions, DecodeError
         return Ok(RuncOptions::default());
     };
     match type_name(any) {
-        RUNC_OPTIONS => {
-            let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
-            Ok(from_oci(sent))
+        OPTIONS => {
+            let sent = runc::Options::decode(&*any.value).map_err(malformed(OPTIONS))?;
+            Ok(from_runc(sent))
         }
         RUNTIME_OPTIONS => from_runtime_options(&any.value),
         other => Err(DecodeError::UnknownType(other.to_owned())),
@@ -123,12 +108,13 @@ pub(crate) fn runc_options(any: Option<&Any>) -> Result<RuncOptions, DecodeError
 
 /// The image directory that `firn restore` names; containerd does not know the field.
 pub(crate) fn restore_dir(any: Option<&Any>) -> Result<Option<PathBuf>, DecodeError> {
-    let Some(any) = any.filter(|any| type_name(any) == RUNC_OPTIONS) else {
+    let Some(any) = any.filter(|any| type_name(any) == OPTIONS) else {
         return Ok(None);
     };
-    let sent = oci::Options::parse_from_bytes(&any.value).map_err(malformed(RUNC_OPTIONS))?;
-    let dir = unknown_string(&sent, names::OPTION_RESTORE_DIR);
-    Ok(Some(dir).filter(|dir| !dir.is_empty()).map(PathBuf::from))
+    let sent = runc::Options::decode(&*any.value).map_err(malformed(OPTIONS))?;
+    Ok(Some(sent.restore_dir)
+        .filter(|dir| !dir.is_empty())
+        .map(PathBuf::from))
 }
 
 fn from_toml(text: &str) -> Result<RuncOptions, DecodeError> {
@@ -158,9 +144,9 @@ fn from_toml(text: &str) -> Result<RuncOptions, DecodeError> {
     Ok(options)
 }
 
-fn from_oci(sent: oci::Options) -> RuncOptions {
+fn from_runc(sent: runc::Options) -> RuncOptions {
     RuncOptions {
-        criu_path: unknown_string(&sent, CRIU_PATH),
+        criu_path: sent.criu_path,
         no_pivot_root: sent.no_pivot_root,
         no_new_keyring: sent.no_new_keyring,
         shim_cgroup: sent.shim_cgroup,
@@ -200,13 +186,12 @@ fn number(key: &str, value: &toml::Value) -> Result<u32, DecodeError> {
     number.ok_or_else(|| wrong_type(key, value, "a number from 0 to 4294967295"))
 }
 
-/// `runtimeoptions.v1.Options`, which the published messages lack: the table in the file that it names, or
-/// else the one sent along.
+/// The table in the file that the options name, or else the one sent along.
 fn from_runtime_options(bytes: &[u8]) -> Result<RuncOptions, DecodeError> {
-    let sent = Empty::parse_from_bytes(bytes).map_err(malformed(RUNTIME_OPTIONS))?;
-    let path = unknown_string(&sent, CONFIG_PATH);
+    let sent = RuntimeOptions::decode(bytes).map_err(malformed(RUNTIME_OPTIONS))?;
+    let path = sent.config_path;
     if path.is_empty() {
-        return from_toml(&unknown_string(&sent, CONFIG_BODY));
+        return from_toml(&String::from_utf8_lossy(&sent.config_body));
     }
     let mut text = String::new();
     match File::open(&path).and_then(|file| file.take(MAX_FILE).read_to_string(&mut text)) {
@@ -218,15 +203,13 @@ fn from_runtime_options(bytes: &[u8]) -> Result<RuncOptions, DecodeError> {
     }
 }
 
-/// The options of a checkpoint; none sent means defaults. [`PARENT_PATH`] is among the unknown fields.
-pub(crate) fn checkpoint_options(any: Option<&Any>) -> Result<oci::CheckpointOptions, DecodeError> {
+/// The options of a checkpoint; none sent means defaults.
+pub(crate) fn checkpoint_options(any: Option<&Any>) -> Result<CheckpointOptions, DecodeError> {
     let Some(any) = sent(any) else {
-        return Ok(oci::CheckpointOptions::default());
+        return Ok(CheckpointOptions::default());
     };
     match type_name(any) {
-        CHECKPOINT_OPTIONS => {
-            oci::CheckpointOptions::parse_from_bytes(&any.value).map_err(malformed(CHECKPOINT_OPTIONS))
-        }
+        CHECKPOINT_OPTIONS => CheckpointOptions::decode(&*any.value).map_err(malformed(CHECKPOINT_OPTIONS)),
         other => Err(DecodeError::UnknownType(other.to_owned())),
     }
 }

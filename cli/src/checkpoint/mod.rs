@@ -19,7 +19,7 @@ use serde::Serialize;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod_call::PodCall;
-pub use source::{Candidate, OPTIONS, Source};
+pub use source::{Candidate, Source};
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};

@@ -8,10 +8,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_containerd::Message;
+use firn_containerd::runc::{CHECKPOINT_OPTIONS, CheckpointOptions};
 use firn_host::Alone;
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
-use prost::Message;
 use tokio::time::sleep;
 
 use super::error::CheckpointError;
@@ -25,29 +26,16 @@ const ROLLBACK: Duration = Duration::from_secs(120);
 /// How often.
 const POLL: Duration = Duration::from_millis(200);
 
-/// Options of a checkpoint, as those of runc's shims.
-pub const OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
-
-/// `containerd.runc.v1.CheckpointOptions`, as far as ctr sets them.
-#[derive(Clone, PartialEq, Message)]
-struct CheckpointOptions {
-    #[prost(bool, tag = "5")]
-    file_locks: bool,
-    /// The shim reads it: `firn_config::names::OPTION_BULK`.
-    #[prost(string, tag = "15002")]
-    bulk: String,
-}
-
-impl CheckpointOptions {
-    fn with_bulk(bulk: &str) -> Any {
-        let options = Self {
-            file_locks: true,
-            bulk: bulk.to_owned(),
-        };
-        Any {
-            type_url: OPTIONS.to_owned(),
-            value: options.encode_to_vec(),
-        }
+/// The options that ctr sends, with where large memory goes.
+fn checkpoint_options(bulk: &str) -> Any {
+    let options = CheckpointOptions {
+        file_locks: true,
+        bulk: bulk.to_owned(),
+        ..CheckpointOptions::default()
+    };
+    Any {
+        type_url: CHECKPOINT_OPTIONS.to_owned(),
+        value: options.encode_to_vec(),
     }
 }
 
@@ -149,9 +137,9 @@ impl Source {
 
     async fn taken(&self, bulk: &str, steps: &mut Steps) -> Result<Taken, CheckpointError> {
         let containerd = &self.containerd;
-        let options = CheckpointOptions::with_bulk("");
+        let options = checkpoint_options("");
         steps.begin("checkpoint");
-        let dump = containerd.checkpoint(self.id(), CheckpointOptions::with_bulk(bulk));
+        let dump = containerd.checkpoint(self.id(), checkpoint_options(bulk));
         let dumped = steps.follow(containerd, &self.namespace, self.id(), dump).await;
         let mut parts = match dumped {
             Ok(descriptors) => descriptors.into_iter().map(Part::here).collect(),
@@ -364,34 +352,25 @@ impl Candidate {
 mod tests {
     use tonic::Status;
 
+    use firn_containerd::tasks::{GetResponse, Process, status};
+
     use super::*;
     use crate::containerd::block_on;
     use crate::containerd::fake::{Fake, Reply, reply};
 
-    /// `containerd.services.tasks.v1.GetResponse` of a task that is paused.
-    #[derive(Clone, PartialEq, Message)]
-    struct Got {
-        #[prost(message, optional, tag = "1")]
-        process: Option<Process>,
-    }
-
-    #[derive(Clone, PartialEq, Message)]
-    struct Process {
-        #[prost(uint32, tag = "3")]
-        pid: u32,
-        #[prost(int32, tag = "4")]
-        status: i32,
-    }
-
     const PID: u32 = 41;
 
     fn task(pid: u32, status: i32) -> Reply {
-        let process = Some(Process { pid, status });
-        reply(Ok(Got { process }))
+        let process = Some(Process {
+            pid,
+            status,
+            ..Process::default()
+        });
+        reply(Ok(GetResponse { process }))
     }
 
     fn paused() -> Reply {
-        task(PID, 4)
+        task(PID, status::PAUSED)
     }
 
     fn lost() -> Reply {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use firn_oci::Spec;
 
-use super::{CallError, Container, Containerd, ListContainers, ListedContainers};
+use super::{CallError, Container, Containerd};
 
 /// nerdctl's name of a container: a label in containerd, and an annotation of the spec.
 const NERDCTL_NAME: &str = "nerdctl/name";
@@ -29,11 +29,9 @@ impl Containerd {
         }
         let mut found = self.with_label(NERDCTL_NAME, word).await?;
         if found.is_empty() && is_hexadecimal(word) {
-            let filters = vec![format!("id~=\"^{word}\"")];
-            let call = "/containerd.services.containers.v1.Containers/List";
-            let listed: ListedContainers = self.call(call, ListContainers { filters }).await?;
+            let listed = self.list(format!("id~=\"^{word}\"")).await?;
             let is_meant = |container: &Container| begins(&container.id, word);
-            found = listed.containers.into_iter().filter(is_meant).collect();
+            found = listed.into_iter().filter(is_meant).collect();
         }
         Ok(found)
     }

@@ -1,33 +1,10 @@
 //! firn's own events: the phases of its transactions.
 
-use prost::Message;
+use firn_containerd::Message;
+use firn_containerd::events::{Envelope, Progress, SUBSCRIBE, SubscribeRequest};
 use tonic::Streaming;
 
-use super::{Any, CallError, Containerd, failed};
-
-/// `containerd.types.Envelope`
-#[derive(Clone, PartialEq, Message)]
-pub struct Envelope {
-    #[prost(string, tag = "2")]
-    namespace: String,
-    #[prost(string, tag = "3")]
-    topic: String,
-    #[prost(message, optional, tag = "4")]
-    event: Option<Any>,
-}
-
-/// `containerd.types.transfer.Progress`
-#[derive(Clone, PartialEq, Message)]
-struct Progress {
-    #[prost(string, tag = "1")]
-    event: String,
-    #[prost(string, tag = "2")]
-    name: String,
-    #[prost(int64, tag = "4")]
-    progress: i64,
-    #[prost(int64, tag = "5")]
-    total: i64,
-}
+use super::{CallError, Containerd, failed};
 
 /// A phase of a container has begun, or its copy of memory continues.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,8 +34,6 @@ impl Phase {
     }
 }
 
-const SUBSCRIBE: &str = "/containerd.services.events.v1.Events/Subscribe";
-
 /// The events of firn in all namespaces.
 pub struct Phases(Streaming<Envelope>);
 
@@ -81,7 +56,7 @@ impl Containerd {
     /// The phases of firn's transactions, from now on. containerd answers with the first event.
     pub async fn phases(&self) -> Result<Phases, CallError> {
         let filters = vec!["topic~=\"^/firn/\"".to_owned()];
-        let request = super::ListContainers { filters };
+        let request = SubscribeRequest { filters };
         Ok(Phases(self.stream(SUBSCRIBE, request).await?))
     }
 }

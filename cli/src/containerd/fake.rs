@@ -4,12 +4,12 @@ use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
+use firn_containerd::Message;
 use futures_util::future::BoxFuture;
 use hyper::body::Incoming;
 use hyper::server::conn::http2::Builder;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use prost::Message;
 use tokio::net::UnixListener;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};

@@ -4,53 +4,12 @@
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
 
+use firn_containerd::leases::{
+    CREATE, CreateRequest, DELETE, DeleteRequest, LIST, LIST_RESOURCES, ListResourcesResponse, ListResponse,
+};
 use firn_host::Rfc3339;
-use prost::Message;
 
 use super::{CallError, Containerd, namespace_value};
-
-/// `containerd.services.leases.v1.CreateRequest`
-#[derive(Clone, PartialEq, Message)]
-struct CreateLease {
-    #[prost(string, tag = "1")]
-    id: String,
-    #[prost(map = "string, string", tag = "3")]
-    labels: HashMap<String, String>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct DeleteLease {
-    #[prost(string, tag = "1")]
-    id: String,
-    #[prost(bool, tag = "2")]
-    sync: bool,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Leases {
-    #[prost(message, repeated, tag = "1")]
-    leases: Vec<LeaseId>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct LeaseId {
-    #[prost(string, tag = "1")]
-    id: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Resources {
-    #[prost(message, repeated, tag = "1")]
-    resources: Vec<Resource>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Resource {
-    #[prost(string, tag = "1")]
-    id: String,
-    #[prost(string, tag = "2")]
-    kind: String,
-}
 
 /// containerd removes a lease with this label at that time.
 const EXPIRES: &str = "containerd.io/gc.expire";
@@ -63,12 +22,11 @@ impl Containerd {
     pub async fn with_lease(&self, id: &str) -> Result<Self, CallError> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let expires = Rfc3339(now.unwrap_or_default() + LIFE).to_string();
-        let request = CreateLease {
+        let request = CreateRequest {
             id: id.to_owned(),
             labels: HashMap::from([(EXPIRES.to_owned(), expires)]),
         };
-        let call = "/containerd.services.leases.v1.Leases/Create";
-        self.call::<_, ()>(call, request).await?;
+        self.call::<_, ()>(CREATE, request).await?;
         Ok(Self {
             channel: self.channel.clone(),
             namespace: self.namespace.clone(),
@@ -78,24 +36,20 @@ impl Containerd {
 
     /// Deletes a lease. What it alone has kept is gone afterwards.
     pub async fn end_lease(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.leases.v1.Leases/Delete";
         let (id, sync) = (id.to_owned(), true);
-        self.call(call, DeleteLease { id, sync }).await
+        self.call(DELETE, DeleteRequest { id, sync }).await
     }
 
     /// Ids of all leases of the namespace.
     pub async fn leases(&self) -> Result<Vec<String>, CallError> {
-        let listed: Leases = self
-            .call("/containerd.services.leases.v1.Leases/List", ())
-            .await?;
+        let listed: ListResponse = self.call(LIST, ()).await?;
         Ok(listed.leases.into_iter().map(|lease| lease.id).collect())
     }
 
     /// Digests of the blobs that a lease keeps.
     pub async fn leased_blobs(&self, id: &str) -> Result<Vec<String>, CallError> {
-        let call = "/containerd.services.leases.v1.Leases/ListResources";
-        let listed: Resources = self.call(call, id.to_owned()).await?;
-        let blobs = listed.resources.into_iter().filter(|one| one.kind == "content");
+        let listed: ListResourcesResponse = self.call(LIST_RESOURCES, id.to_owned()).await?;
+        let blobs = listed.resources.into_iter().filter(|one| one.r#type == "content");
         Ok(blobs.map(|one| one.id).collect())
     }
 }

@@ -1,40 +1,12 @@
 //! What is done to running tasks.
 
-use prost::Message;
+use firn_containerd::tasks::{
+    CHECKPOINT, CheckpointRequest, CheckpointResponse, GET, GetResponse, KILL, KillRequest, PAUSE, RESUME,
+    WAIT, status,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{Any, CallError, Containerd, Descriptor};
-
-/// `containerd.services.tasks.v1.GetResponse`
-#[derive(Clone, PartialEq, Message)]
-struct Got {
-    #[prost(message, optional, tag = "1")]
-    process: Option<super::ListedTask>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct CheckpointTask {
-    #[prost(string, tag = "1")]
-    container_id: String,
-    #[prost(message, optional, tag = "3")]
-    options: Option<Any>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct Checkpointed {
-    #[prost(message, repeated, tag = "1")]
-    descriptors: Vec<Descriptor>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-struct KillTask {
-    #[prost(string, tag = "1")]
-    container_id: String,
-    #[prost(uint32, tag = "3")]
-    signal: u32,
-    #[prost(bool, tag = "4")]
-    all: bool,
-}
 
 const SIGKILL: u32 = 9;
 
@@ -64,8 +36,7 @@ impl Containerd {
 
     /// None: there is no task.
     pub async fn task(&self, id: &str) -> Result<Option<Task>, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Get";
-        let got: Got = match self.call(call, id.to_owned()).await {
+        let got: GetResponse = match self.call(GET, id.to_owned()).await {
             Err(error) if error.is_absent() => return Ok(None),
             got => got?,
         };
@@ -73,9 +44,9 @@ impl Containerd {
         Ok(Some(Task {
             pid: process.pid,
             state: match process.status {
-                2 => TaskState::Running,
-                3 => TaskState::Stopped,
-                4 => TaskState::Paused,
+                status::RUNNING => TaskState::Running,
+                status::STOPPED => TaskState::Stopped,
+                status::PAUSED => TaskState::Paused,
                 _ => TaskState::Other,
             },
             exit_status: process.exit_status,
@@ -83,40 +54,35 @@ impl Containerd {
     }
 
     pub async fn pause(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Pause";
-        self.call(call, id.to_owned()).await
+        self.call(PAUSE, id.to_owned()).await
     }
 
     pub async fn resume(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Resume";
-        self.call(call, id.to_owned()).await
+        self.call(RESUME, id.to_owned()).await
     }
 
     /// Checkpoints a task into the content store. Returns what was written there.
     pub async fn checkpoint(&self, id: &str, options: Any) -> Result<Vec<Descriptor>, CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Checkpoint";
-        let request = CheckpointTask {
+        let request = CheckpointRequest {
             container_id: id.to_owned(),
             options: Some(options),
         };
-        let done: Checkpointed = self.call(call, request).await?;
+        let done: CheckpointResponse = self.call(CHECKPOINT, request).await?;
         Ok(done.descriptors)
     }
 
     /// Kills all processes of a task, which may be paused.
     pub async fn kill(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Kill";
-        let request = KillTask {
+        let request = KillRequest {
             container_id: id.to_owned(),
             signal: SIGKILL,
             all: true,
         };
-        self.call(call, request).await
+        self.call(KILL, request).await
     }
 
     /// Waits for the end of a task.
     pub async fn wait(&self, id: &str) -> Result<(), CallError> {
-        let call = "/containerd.services.tasks.v1.Tasks/Wait";
-        self.call(call, id.to_owned()).await
+        self.call(WAIT, id.to_owned()).await
     }
 }

@@ -2,51 +2,26 @@
 
 use std::collections::HashMap;
 
+use firn_containerd::content::{WRITE, WriteRequest, action};
 use futures_util::stream;
-use prost::Message;
 use tokio::sync::mpsc;
 use tonic::Streaming;
 
 use super::{CallError, Containerd, failed};
 
-/// `containerd.services.content.v1.WriteContentRequest`
-#[derive(Clone, PartialEq, Message)]
-struct Write {
-    #[prost(int32, tag = "1")]
-    action: i32,
-    #[prost(string, tag = "2")]
-    reference: String,
-    #[prost(int64, tag = "3")]
-    total: i64,
-    #[prost(string, tag = "4")]
-    expected: String,
-    #[prost(int64, tag = "5")]
-    offset: i64,
-    #[prost(bytes = "vec", tag = "6")]
-    data: Vec<u8>,
-    #[prost(map = "string, string", tag = "7")]
-    labels: HashMap<String, String>,
-}
-
-const STAT: i32 = 0;
-const WRITE: i32 = 1;
-const COMMIT: i32 = 2;
-
-const CALL: &str = "/containerd.services.content.v1.Content/Write";
-
 /// A blob that is being written.
 pub struct Upload {
-    messages: mpsc::Sender<Write>,
+    messages: mpsc::Sender<WriteRequest>,
     answers: Streaming<()>,
-    next: Write,
+    next: WriteRequest,
 }
 
 impl Upload {
     /// Adds to the blob.
     pub async fn write(&mut self, data: Vec<u8>) -> Result<(), CallError> {
         let length = i64::try_from(data.len()).unwrap_or(i64::MAX);
-        let message = Write {
-            action: WRITE,
+        let message = WriteRequest {
+            action: action::WRITE,
             data,
             ..self.next.clone()
         };
@@ -56,8 +31,8 @@ impl Upload {
 
     /// The blob is complete and has this digest, or all of it is lost. One that is there already stays.
     pub async fn commit(mut self, digest: &str, labels: HashMap<String, String>) -> Result<(), CallError> {
-        let message = Write {
-            action: COMMIT,
+        let message = WriteRequest {
+            action: action::COMMIT,
             expected: digest.to_owned(),
             total: self.next.offset,
             labels,
@@ -69,20 +44,20 @@ impl Upload {
         }
     }
 
-    async fn send(&mut self, message: Write) -> Result<(), CallError> {
+    async fn send(&mut self, message: WriteRequest) -> Result<(), CallError> {
         // Nobody receives it if the call has failed: then the answer has the reason.
         let _failed = self.messages.send(message).await;
-        self.answers.message().await.map_err(failed(CALL)).map(drop)
+        self.answers.message().await.map_err(failed(WRITE)).map(drop)
     }
 }
 
 impl Containerd {
     /// Begins a blob. `reference` distinguishes it from others that are being written.
     pub async fn upload(&self, reference: String) -> Result<Upload, CallError> {
-        let next = Write {
-            action: STAT,
+        let next = WriteRequest {
+            action: action::STAT,
             reference,
-            ..Write::default()
+            ..WriteRequest::default()
         };
         let (messages, receiver) = mpsc::channel(1);
         // Order matters: containerd answers the call once the first message is there.
@@ -91,8 +66,8 @@ impl Containerd {
             let message = receiver.recv().await?;
             Some((message, receiver))
         });
-        let mut answers = self.converse(CALL, requests).await?;
-        answers.message().await.map_err(failed(CALL))?;
+        let mut answers = self.converse(WRITE, requests).await?;
+        answers.message().await.map_err(failed(WRITE))?;
         Ok(Upload {
             messages,
             answers,

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use firn_cdi::{DeviceName, KIND, Registry};
 use firn_config::{Config, find_program, names};
+use firn_containerd::runc::CHECKPOINT_OPTIONS;
 use firn_gpu::{Gpu, Inventory};
 use serde_json::{Value, json};
 use tokio::time::sleep;
 
 use super::Check;
-use crate::checkpoint::{Interrupts, OPTIONS};
+use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, Container, Containerd, CreateTask, Mount, Runtime, block_on};
 use crate::oci_image::{Part, media};
 use crate::restore::dir::{start_with, url};
@@ -167,7 +168,7 @@ impl<'a> Probe<'a> {
         let begun = Instant::now();
         let leased = containerd.with_lease(self.id()).await?;
         let options = Any {
-            type_url: OPTIONS.to_owned(),
+            type_url: CHECKPOINT_OPTIONS.to_owned(),
             value: Vec::new(),
         };
         let parts = leased.checkpoint(self.id(), options).await?;

@@ -93,7 +93,7 @@ pub async fn write(
 }
 
 async fn message(
-    blob: &mut tonic::Streaming<crate::containerd::Content>,
+    blob: &mut tonic::Streaming<firn_containerd::content::ReadResponse>,
 ) -> Result<Option<Vec<u8>>, ImageError> {
     let content = crate::containerd::next(blob).await?;
     Ok(content.map(|content| content.data))

@@ -31,7 +31,7 @@ use tokio::time::timeout;
 
 use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Candidate, Interrupts, Source};
-use crate::containerd::{CallError, Containerd, NERDCTL_STATE, Snapshot, block_on};
+use crate::containerd::{CallError, ContainerSpec, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::output::{self, line, note, printed};
 use crate::steps::{Step, Steps};
 use crate::text;

@@ -6,9 +6,9 @@ use std::io;
 use std::path::Path;
 
 use firn_config::names;
+use firn_containerd::Message;
 use firn_image::manifest::Manifest;
 use firn_oci::Spec;
-use prost::Message;
 
 use super::STDIN;
 use super::error::RestoreError;
@@ -150,7 +150,7 @@ pub(super) async fn runtime(containerd: &Containerd, index: &Index) -> Result<Ru
         None => None,
         Some(part) => {
             let bytes = containerd.content(&part.digest, 0, MAX_BYTES).await?;
-            let why = |error: prost::DecodeError| error.to_string();
+            let why = |error: firn_containerd::DecodeError| error.to_string();
             let damaged = |error| ImageError::NoCheckpoint {
                 what: part.digest.clone(),
                 why: why(error),

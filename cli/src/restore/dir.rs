@@ -9,8 +9,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
+use firn_containerd::Message;
+use firn_containerd::runc::{OPTIONS, Options};
 use firn_image::manifest::{ImageError as DirError, Manifest};
-use prost::Message;
 
 use super::Restored;
 use super::error::RestoreError;
@@ -19,30 +20,16 @@ use super::made::Creations;
 use super::named;
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
-use crate::containerd::{Any, CallError, Container, Containerd, CreateTask, Mount, TaskState};
+use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, CreateTask, Mount, TaskState};
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::text;
-
-/// Options of runc's shims, which firn has too.
-const RUNC_OPTIONS: &str = "containerd.runc.v1.Options";
 
 /// nerdctl's label of where the output of a container goes.
 const NERDCTL_LOG: &str = "nerdctl/log-uri";
 
 /// CRIU writes it at the end of a dump.
 const LAST: &str = "inventory.img";
-
-/// The fields of these options that a restore sets.
-#[derive(Clone, PartialEq, Message)]
-struct RestoreOptions {
-    /// containerd hands it on, 1.7 for the stock shim alone.
-    #[prost(string, tag = "10")]
-    criu_image_path: String,
-    /// The shim reads it: `firn_config::names::OPTION_RESTORE_DIR`.
-    #[prost(string, tag = "15001")]
-    restore_dir: String,
-}
 
 /// Restores into a container that containerd knows, or shows whether that would be accepted. Returns the
 /// directory of CRIU's files, too.
@@ -193,20 +180,22 @@ fn options(container: &Container, dir: &Path) -> Result<Any, RestoreError> {
         .options
         .filter(|options| !options.type_url.is_empty())
         .unwrap_or(Any {
-            type_url: RUNC_OPTIONS.to_owned(),
+            type_url: OPTIONS.to_owned(),
             value: Vec::new(),
         });
-    if options.type_url.rsplit('/').next() != Some(RUNC_OPTIONS) {
+    if options.type_url.rsplit('/').next() != Some(OPTIONS) {
         return Err(RestoreError::Options {
             id: container.id.clone(),
             type_url: options.type_url,
         });
     }
     let dir = dir.to_string_lossy();
-    let image = RestoreOptions {
+    let image = Options {
         criu_image_path: dir.clone().into_owned(),
         restore_dir: dir.into_owned(),
+        ..Options::default()
     };
+    // Fields that come last win.
     options.value.extend(image.encode_to_vec());
     Ok(options)
 }
@@ -242,49 +231,26 @@ mod tests {
         }
     }
 
-    /// As much of the options as the test needs, by the numbers of containerd's own message.
-    #[derive(Clone, PartialEq, Message)]
-    struct RuncOptions {
-        #[prost(string, tag = "6")]
-        binary_name: String,
-        #[prost(bool, tag = "9")]
-        systemd_cgroup: bool,
-        #[prost(string, tag = "10")]
-        criu_image_path: String,
-    }
-
-    /// How a string field with this number begins.
-    fn protobuf_tag(number: u32) -> Vec<u8> {
-        let mut tag = Vec::new();
-        prost::encoding::encode_key(number, prost::encoding::WireType::LengthDelimited, &mut tag);
-        tag
-    }
-
     #[test]
     fn the_image_is_added_to_the_containers_own_options() {
-        let own = RuncOptions {
+        let own = Options {
             binary_name: "/usr/bin/runc".to_owned(),
             systemd_cgroup: true,
-            criu_image_path: String::new(),
+            ..Options::default()
         };
         let any = Any {
-            type_url: format!("types.containerd.io/{RUNC_OPTIONS}"),
+            type_url: format!("types.containerd.io/{OPTIONS}"),
             value: own.encode_to_vec(),
         };
         let sent = options(&container(Some(any)), Path::new("/srv/image")).unwrap();
-        let read = RuncOptions::decode(&*sent.value).unwrap();
+        let read = Options::decode(&*sent.value).unwrap();
         assert_eq!(read.criu_image_path, "/srv/image");
-        let own_field = protobuf_tag(firn_config::names::OPTION_RESTORE_DIR);
-        assert!(
-            sent.value
-                .windows(own_field.len())
-                .any(|bytes| bytes == own_field)
-        );
+        assert_eq!(read.restore_dir, "/srv/image");
         assert!(read.systemd_cgroup && read.binary_name == "/usr/bin/runc");
         let alone = options(&container(None), Path::new("/srv/image")).unwrap();
-        assert_eq!(alone.type_url, RUNC_OPTIONS);
+        assert_eq!(alone.type_url, OPTIONS);
         assert_eq!(
-            RuncOptions::decode(&*alone.value).unwrap().criu_image_path,
+            Options::decode(&*alone.value).unwrap().criu_image_path,
             "/srv/image"
         );
         let other = Any {

@@ -12,7 +12,7 @@ use super::made::Creations;
 use super::unpack::unpack;
 use super::{dir, named};
 use crate::args::restore::RestoreArgs;
-use crate::containerd::{Container, Containerd, Snapshot};
+use crate::containerd::{Container, ContainerSpec, Containerd, Snapshot};
 use crate::oci_image::{Index, media};
 use crate::steps::Steps;
 use crate::work_dir::WorkDir;

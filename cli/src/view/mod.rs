@@ -12,9 +12,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
+use firn_containerd::Message;
 use firn_host::open_regular;
 use firn_oci::Spec;
-use prost::Message;
 
 use crate::archive::{Entry, FileSpan};
 use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};

@@ -133,7 +133,7 @@ pub fn daemon_answer(bytes: &[u8]) {
     let deadline = Instant::now() + Duration::from_secs(60);
     if let Ok(message) = http2::answer(&mut ours, deadline) {
         assert!(message.len() <= bytes.len());
-        if let Some(version) = daemon::version_field(&message) {
+        if let Some(version) = daemon::version_in(&message) {
             // A byte that is not UTF-8 becomes a character of three bytes.
             assert!(version.chars().count() < message.len());
             if let Some(major) = daemon::major(&version) {

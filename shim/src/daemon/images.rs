@@ -5,26 +5,17 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::time::Instant;
 
+use firn_containerd::images::{self, ImageMessage};
+use firn_containerd::node::{self, PluginsResponse};
+use firn_containerd::{DecodeError, Message};
 use firn_process::blocking::blocking;
 use firn_transaction::restore::{FoundImage, ImageStore};
-use protobuf::Message;
-use protobuf::well_known_types::empty::Empty;
-use protobuf::well_known_types::wrappers::StringValue;
 
 use super::http2::{self, Call};
-use super::{METADATA_LIMIT, bytes, messages, path};
-use crate::options::unknown_string;
+use super::{METADATA_LIMIT, path};
 
-const IMAGE: &str = "/containerd.services.images.v1.Images/Get";
-const PLUGINS: &str = "/containerd.services.introspection.v1.Introspection/Plugins";
+/// The plugin of the content store, for the filter of a call.
 const CONTENT: &str = "type==io.containerd.content.v1";
-/// Field 1 of `GetImageResponse`: the image. Field 3 of that: its target, whose field 2 is the digest.
-const IMAGE_FIELD: u32 = 1;
-const TARGET_FIELD: u32 = 3;
-const DIGEST_FIELD: u32 = 2;
-/// Field 1 of `PluginsResponse`: plugins. Field 5 of one: what it exports, as pairs of fields 1 and 2.
-const PLUGINS_FIELD: u32 = 1;
-const EXPORTS_FIELD: u32 = 5;
 /// What the content store exports: its directory.
 const ROOT: &str = "root";
 
@@ -51,20 +42,15 @@ impl ImageStore for Images<'_> {
 
 fn find(address: &str, namespace: &str, name: &str) -> io::Result<FoundImage> {
     let call = |method, text: &str| {
-        // The requests have one field, which is that of a StringValue.
-        let request = StringValue {
-            value: text.to_owned(),
-            ..StringValue::default()
-        };
         let call = Call {
             method,
             namespace: Some(namespace),
-            message: &request.write_to_bytes()?,
+            message: &text.to_owned().encode_to_vec(),
         };
         http2::unary_call(path(address), &call, Instant::now() + METADATA_LIMIT)
     };
-    let digest = digest_in(&call(IMAGE, name)?)?;
-    let store = root_in(&call(PLUGINS, CONTENT)?)?;
+    let digest = digest_in(&call(images::GET, name)?)?;
+    let store = root_in(&call(node::PLUGINS, CONTENT)?)?;
     let absent = |what| io::Error::new(ErrorKind::InvalidData, what);
     Ok(FoundImage {
         store: store.ok_or_else(|| absent("its content store has no directory of its own"))?,
@@ -72,54 +58,58 @@ fn find(address: &str, namespace: &str, name: &str) -> io::Result<FoundImage> {
     })
 }
 
-fn digest_in(response: &[u8]) -> protobuf::Result<Option<String>> {
-    let image = messages(&Empty::parse_from_bytes(response)?, IMAGE_FIELD)?.pop();
-    let target = messages(&image.unwrap_or_default(), TARGET_FIELD)?.pop();
-    let digest = String::from_utf8(bytes(&target.unwrap_or_default(), DIGEST_FIELD));
-    Ok(digest.ok().filter(|digest| !digest.is_empty()))
+fn digest_in(response: &[u8]) -> Result<Option<String>, DecodeError> {
+    let image = ImageMessage::decode(response)?.image.unwrap_or_default();
+    let digest = image.target.unwrap_or_default().digest;
+    Ok(Some(digest).filter(|digest| !digest.is_empty()))
 }
 
-fn root_in(response: &[u8]) -> protobuf::Result<Option<PathBuf>> {
-    for plugin in messages(&Empty::parse_from_bytes(response)?, PLUGINS_FIELD)? {
-        for export in messages(&plugin, EXPORTS_FIELD)? {
-            if unknown_string(&export, 1) == ROOT {
-                return Ok(Some(unknown_string(&export, 2).into()));
-            }
-        }
-    }
-    Ok(None)
+fn root_in(response: &[u8]) -> Result<Option<PathBuf>, DecodeError> {
+    let plugins = PluginsResponse::decode(response)?.plugins;
+    let root = plugins
+        .into_iter()
+        .find_map(|mut plugin| plugin.exports.remove(ROOT));
+    Ok(root.map(PathBuf::from))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::push;
-    use super::*;
+    use firn_containerd::Descriptor;
+    use firn_containerd::images::Image;
+    use firn_containerd::node::Plugin;
 
-    fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
-        let mut message = Empty::new();
-        for (field, bytes) in fields {
-            push(&mut message, *field, bytes);
-        }
-        message.write_to_bytes().unwrap()
-    }
+    use super::*;
 
     #[test]
     fn an_images_digest_and_the_stores_directory_are_found() {
-        let target = message(&[(1, b"type"), (2, b"sha256:ab")]);
-        let image = message(&[(1, b"r.example/warm:1"), (3, &target)]);
-        let response = message(&[(1, &image)]);
+        let target = Descriptor {
+            digest: "sha256:ab".to_owned(),
+            ..Descriptor::default()
+        };
+        let image = Image {
+            target: Some(target),
+            ..Image::default()
+        };
+        let response = ImageMessage { image: Some(image) }.encode_to_vec();
         assert_eq!(digest_in(&response).unwrap().as_deref(), Some("sha256:ab"));
         assert_eq!(digest_in(b"").unwrap(), None);
         digest_in(b"\x0a\x7f").unwrap_err();
-        let export = |key: &str, value: &str| message(&[(1, key.as_bytes()), (2, value.as_bytes())]);
-        let other = message(&[(1, b"io.containerd.content.v1"), (2, b"proxied")]);
-        let content = message(&[
-            (2, b"content"),
-            (5, &export("other", "/x")),
-            (5, &export("root", "/var/lib/c")),
-        ]);
-        let response = message(&[(1, &other), (1, &content)]);
-        assert_eq!(root_in(&response).unwrap(), Some(PathBuf::from("/var/lib/c")));
-        assert_eq!(root_in(&message(&[(1, &other)])).unwrap(), None);
+        let plugin = |exports: &[(&str, &str)]| {
+            let exports = exports
+                .iter()
+                .map(|(key, value)| (key.to_string(), value.to_string()));
+            Plugin {
+                exports: exports.collect(),
+            }
+        };
+        let other = plugin(&[]);
+        let content = plugin(&[("other", "/x"), ("root", "/var/lib/c")]);
+        let response = |plugins: &[&Plugin]| {
+            let plugins = plugins.iter().copied().cloned().collect();
+            PluginsResponse { plugins }.encode_to_vec()
+        };
+        let found = root_in(&response(&[&other, &content])).unwrap();
+        assert_eq!(found, Some(PathBuf::from("/var/lib/c")));
+        assert_eq!(root_in(&response(&[&other])).unwrap(), None);
     }
 }

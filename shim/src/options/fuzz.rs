@@ -1,13 +1,13 @@
 //! What must hold for options, whatever their bytes are.
 
-use containerd_shim_protos::shim::oci;
-use protobuf::Message;
+use firn_containerd::Message as _;
+use firn_containerd::runc::{self, RuntimeOptions};
+use protobuf::Message as _;
 use protobuf::well_known_types::any::Any;
-use protobuf::well_known_types::empty::Empty;
 
 use super::{
-    CHECKPOINT_OPTIONS, CONFIG_PATH, RUNC_OPTIONS, RUNTIME_OPTIONS, checkpoint_options, from_toml,
-    is_sent_as, runc_options, type_name, unknown_string,
+    CHECKPOINT_OPTIONS, OPTIONS, RUNTIME_OPTIONS, checkpoint_options, from_toml, is_sent_as, runc_options,
+    type_name,
 };
 use firn_transaction::options::RuncOptions;
 
@@ -17,7 +17,7 @@ pub fn options(bytes: &[u8]) {
         sent(&any);
     }
     for name in [
-        RUNC_OPTIONS,
+        OPTIONS,
         RUNTIME_OPTIONS,
         CHECKPOINT_OPTIONS,
         "containerd.runc.v2.Options",
@@ -56,8 +56,7 @@ fn sent(any: &Any) {
 /// Whether the options stand in a file of the host, which no input may have the test open.
 pub(crate) fn names_a_file(any: &Any) -> bool {
     type_name(any) == RUNTIME_OPTIONS
-        && Empty::parse_from_bytes(&any.value)
-            .is_ok_and(|options| !unknown_string(&options, CONFIG_PATH).is_empty())
+        && RuntimeOptions::decode(&*any.value).is_ok_and(|options| !options.config_path.is_empty())
 }
 
 /// What is written for `delete` is read as it was, and has the same meaning when it is sent again.
@@ -71,7 +70,8 @@ pub(crate) fn is_kept(options: &RuncOptions) {
     assert!(!options.runtime().is_empty());
     assert!(options.root("ns").ends_with("ns"));
 
-    let message = oci::Options {
+    let message = runc::Options {
+        criu_path: options.criu_path.clone(),
         no_pivot_root: options.no_pivot_root,
         no_new_keyring: options.no_new_keyring,
         shim_cgroup: options.shim_cgroup.clone(),
@@ -84,17 +84,13 @@ pub(crate) fn is_kept(options: &RuncOptions) {
         criu_work_path: options.criu_work_path.clone(),
         task_api_address: options.task_api_address.clone(),
         task_api_version: options.task_api_version,
-        ..oci::Options::default()
+        restore_dir: String::new(),
     };
     let any = Any {
-        type_url: RUNC_OPTIONS.to_owned(),
-        value: message
-            .write_to_bytes()
-            .expect("a message in memory can be encoded"),
+        type_url: OPTIONS.to_owned(),
+        value: message.encode_to_vec(),
         ..Any::default()
     };
     let again = runc_options(Some(&any)).expect("it is of the right type");
-    // Not sent by today's clients.
-    let criu_path = options.criu_path.clone();
-    assert_eq!(RuncOptions { criu_path, ..again }, *options);
+    assert_eq!(again, *options);
 }

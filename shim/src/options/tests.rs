@@ -1,6 +1,6 @@
 use containerd_shim_protos::shim::oci;
 use protobuf::well_known_types::any::Any;
-use protobuf::{Message, MessageFull, SpecialFields};
+use protobuf::{Message, MessageFull};
 
 use std::path::Path;
 
@@ -16,6 +16,7 @@ fn any(type_url: &str, value: Vec<u8>) -> Any {
     }
 }
 
+/// The published messages have been generated from containerd's own files.
 fn sent() -> oci::Options {
     oci::Options {
         no_pivot_root: true,
@@ -196,18 +197,16 @@ fn checkpoint_options_with_a_parent() {
     let mut value = message.write_to_bytes().unwrap();
     value.extend(b"\x52\x04/pre");
     let options = checkpoint_options(Some(&any("containerd.runc.v1.CheckpointOptions", value))).unwrap();
-    assert_eq!(unknown_string(&options, PARENT_PATH), "/pre");
-    assert_eq!(
-        oci::CheckpointOptions {
-            special_fields: SpecialFields::default(),
-            ..options
-        },
-        message
-    );
-    assert_eq!(
-        checkpoint_options(None).unwrap(),
-        oci::CheckpointOptions::default()
-    );
+    let expected = CheckpointOptions {
+        exit: true,
+        open_tcp: true,
+        empty_namespaces: vec!["network".to_owned()],
+        work_path: "/w".to_owned(),
+        parent_path: "/pre".to_owned(),
+        ..CheckpointOptions::default()
+    };
+    assert_eq!(options, expected);
+    assert_eq!(checkpoint_options(None).unwrap(), CheckpointOptions::default());
     let wrong = checkpoint_options(Some(&any("containerd.runc.v1.Options", vec![])));
     assert!(matches!(wrong, Err(DecodeError::UnknownType(_))));
 }
@@ -216,7 +215,6 @@ fn checkpoint_options_with_a_parent() {
 fn the_image_directory_of_firn_restore_is_read_from_runcs_options_only() {
     let mut options = containerd_shim_protos::shim::oci::Options::new();
     options.criu_image_path = "/srv/containerds".to_owned();
-    let number = firn_config::names::OPTION_RESTORE_DIR;
     let named = |options: &containerd_shim_protos::shim::oci::Options, type_url: &str| {
         let any = Any {
             type_url: type_url.to_owned(),
@@ -227,7 +225,7 @@ fn the_image_directory_of_firn_restore_is_read_from_runcs_options_only() {
     };
     assert_eq!(named(&options, "containerd.runc.v1.Options"), None);
     let fields = options.special_fields.mut_unknown_fields();
-    fields.add_length_delimited(number, b"/srv/image".to_vec());
+    fields.add_length_delimited(15_001, b"/srv/image".to_vec());
     assert_eq!(
         named(&options, "containerd.runc.v1.Options"),
         Some("/srv/image".into())

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::options::{PARENT_PATH, checkpoint_options, unknown_string};
+use crate::options::checkpoint_options;
 use containerd_shim_protos::api::{CheckpointTaskRequest, Empty};
 use firn_image::manifest::DumpFlags;
 
@@ -26,11 +26,11 @@ pub(super) async fn checkpoint(
     container.admit(Action::Checkpoint)?;
     let options = checkpoint_options(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
-    let inline = unknown_string(&options, names::OPTION_BULK) == names::BULK_INLINE;
+    let inline = options.bulk == names::BULK_INLINE;
     let request = Request {
         image: checkpoint::usable(&container, found, path_of_image)?,
         work: path(&options.work_path),
-        parent: path(&unknown_string(&options, PARENT_PATH)),
+        parent: path(&options.parent_path),
         exit: options.exit,
         flags: DumpFlags {
             open_tcp: options.open_tcp,

@@ -3,13 +3,16 @@ use std::os::unix::fs::symlink;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use firn_containerd::images::ImageMessage;
+use firn_containerd::leases::{Lease, ListResourcesResponse, ListResponse, Resource};
+use firn_containerd::node::{Namespace, NamespacesResponse};
 use firn_host::ProblemReport;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
 use super::super::find;
 use super::*;
-use crate::containerd::fake::{Fake, Reply, reply};
-use crate::containerd::{BUNDLES, Descriptor, Socket};
+use crate::containerd::fake::{Fake, reply};
+use crate::containerd::{BUNDLES, Descriptor, Image, Socket};
 use crate::leftovers::{self, tests::give, tests::image};
 use crate::oci_image::Part;
 
@@ -241,33 +244,12 @@ fn the_state_directory_is_that_of_the_socket() {
     assert_eq!(common(Some("/other")).state(), Path::new("/other"));
 }
 
-#[derive(Clone, PartialEq, prost::Message)]
-struct List {
-    #[prost(message, repeated, tag = "1")]
-    items: Vec<Item>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-struct Item {
-    #[prost(string, tag = "1")]
-    name: String,
-    #[prost(string, tag = "2")]
-    kind: String,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-struct Got {
-    #[prost(message, optional, tag = "1")]
-    image: Option<crate::containerd::Image>,
-}
-
 /// What a client has done since the images were listed.
 #[test]
 fn an_image_is_looked_at_again_before_it_goes() {
-    let list = |name: &str, kind: &str| -> Reply {
-        let (name, kind) = (name.to_owned(), kind.to_owned());
-        let items = vec![Item { name, kind }];
-        reply(Ok(List { items }))
+    let blob = |digest: &str| Resource {
+        id: digest.to_owned(),
+        r#type: "content".to_owned(),
     };
     // The digest of the index, what a lease keeps, whether it may go.
     for (digest, leased, goes) in [
@@ -277,11 +259,21 @@ fn an_image_is_looked_at_again_before_it_goes() {
         ("sha256:index", "sha256:index", false),
     ] {
         let fake = Fake::new(move |call, _| match call {
-            "Namespaces/List" => list("ml", ""),
-            "Leases/List" => list("lease", ""),
-            "Leases/ListResources" => list(leased, "content"),
-            "Images/Get" => reply(Ok(Got {
-                image: (!digest.is_empty()).then(|| crate::containerd::Image {
+            "Namespaces/List" => reply(Ok(NamespacesResponse {
+                namespaces: vec![Namespace {
+                    name: "ml".to_owned(),
+                }],
+            })),
+            "Leases/List" => reply(Ok(ListResponse {
+                leases: vec![Lease {
+                    id: "lease".to_owned(),
+                }],
+            })),
+            "Leases/ListResources" => reply(Ok(ListResourcesResponse {
+                resources: vec![blob(leased)],
+            })),
+            "Images/Get" => reply(Ok(ImageMessage {
+                image: (!digest.is_empty()).then(|| Image {
                     target: Some(Descriptor {
                         digest: digest.to_owned(),
                         ..Descriptor::default()
