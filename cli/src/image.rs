@@ -1,10 +1,10 @@
 //! An image directory: whether it is complete, and what it holds.
 
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use firn_config::names;
+use firn_image::form::CheckpointDir;
 use firn_image::manifest::{
     ImageError, ImageFile, Manifest, ManifestError, UntrustedDir, describe_images, is_of_image,
 };
@@ -171,19 +171,8 @@ fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
     images.iter().filter(|image| is_list(&image.name)).any(names)
 }
 
-/// CRIU writes it at the end of a dump.
-const LAST: &str = "inventory.img";
-
-/// The image directory, and the archive next to it. DIR may be either.
-pub fn parts(dir: &Path) -> (PathBuf, Option<PathBuf>) {
-    let image = dir.join(names::ARCHIVE_IMAGE);
-    let is_image = |dir: &Path| [names::MANIFEST, LAST].iter().any(|name| dir.join(name).exists());
-    if is_image(&image) {
-        (
-            image,
-            Some(dir.join(names::ARCHIVE_LAYER)).filter(|layer| layer.exists()),
-        )
-    } else {
-        (dir.to_owned(), None)
-    }
+/// The parts of the checkpoint in a directory, which is taken for an image if there is none.
+pub fn parts(dir: &Path) -> CheckpointDir {
+    let found = CheckpointDir::find(dir).ok().flatten();
+    found.unwrap_or_else(|| CheckpointDir::of_image(dir))
 }

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use base64::prelude::{BASE64_STANDARD, Engine};
 use firn_config::names;
 use firn_host::{Chain, ProblemLine, atomic_file};
+use firn_image::form::CheckpointDir;
 use firn_image::manifest::Manifest;
 use firn_image::signature::{Namespaces, Statement, checksum};
 use ring::signature::Ed25519KeyPair;
@@ -31,7 +32,7 @@ struct Key {
 }
 
 pub fn run(args: &SignArgs) -> Result<bool> {
-    let (image, layer) = image::parts(&args.dir);
+    let CheckpointDir { image, layer, .. } = image::parts(&args.dir);
     let manifest =
         Manifest::read_with_bytes(&image).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
     // Order matters: what is signed is what was compared with the image, whoever writes there meanwhile.

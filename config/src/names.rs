@@ -37,12 +37,6 @@ pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 /// [`crate::RemapPolicy`].
 pub const ANNOTATION_REMAP_POLICY: &str = "firn.dev/remap-policy";
 
-/// The image directory in an archive of the kubelet, as containerd writes it.
-pub const ARCHIVE_IMAGE: &str = "checkpoint";
-
-/// What the container had written, in such an archive.
-pub const ARCHIVE_LAYER: &str = "rootfs-diff.tar";
-
 /// Annotation of a pod: the checkpoint that its container is restored from when it is created, `NAME`, or
 /// `CONTAINER=NAME,...` for some of its containers. A name may be `image:IMAGE` or
 /// `store:NAME`.

@@ -20,7 +20,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chroot};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_config::names;
+use firn_image::form;
 use flate2::bufread::MultiGzDecoder;
 use serde::Deserialize;
 use tar::Archive;
@@ -131,9 +131,9 @@ struct Target {
 
 impl Target {
     fn apart(&self, image: Blob, layer: Option<Blob>) -> Result<()> {
-        self.directory(names::ARCHIVE_IMAGE)?;
+        self.directory(form::IMAGE)?;
         self.untar(image, |path| match path {
-            [name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
+            [name] => Some(Path::new(form::IMAGE).join(name)),
             _ => None,
         })?;
         let Some(mut layer) = layer else {
@@ -141,15 +141,15 @@ impl Target {
         };
         // It stays as it is: who unpacks it knows its form.
         self.cap.take(layer.size())?;
-        self.file(Path::new(names::ARCHIVE_LAYER), layer.size(), &mut layer)?;
+        self.file(Path::new(form::LAYER), layer.size(), &mut layer)?;
         layer.finish()
     }
 
     fn archive(&self, archive: Blob) -> Result<()> {
-        self.directory(names::ARCHIVE_IMAGE)?;
+        self.directory(form::IMAGE)?;
         self.untar(archive, |path| match path {
-            [names::ARCHIVE_IMAGE, name] => Some(Path::new(names::ARCHIVE_IMAGE).join(name)),
-            [names::ARCHIVE_LAYER] => Some(PathBuf::from(names::ARCHIVE_LAYER)),
+            [form::IMAGE, name] => Some(Path::new(form::IMAGE).join(name)),
+            [form::LAYER] => Some(PathBuf::from(form::LAYER)),
             _ => None,
         })
     }

@@ -20,11 +20,10 @@ use serde::{Deserialize, Serialize};
 use firn_store::UntrustedDir;
 use firn_store::block_hash::{self, Kind, Sums, sha256};
 
+use crate::form::LAST;
+
 /// Files from this size on are summed up in blocks.
 const LARGE: u64 = 1 << 20;
-
-/// Files without which CRIU has not finished a dump.
-const ESSENTIAL: [&str; 2] = ["inventory.img", "pstree.img"];
 
 /// A link to the image of an earlier pre-dump, in which CRIU looks for memory too.
 pub(crate) const PARENT: &str = "parent";
@@ -285,7 +284,7 @@ fn unreadable(path: &Path) -> impl Fn(io::Error) -> ImageError {
 
 fn essential(files: &[ImageFile], dir: &Path) -> Result<(), ImageError> {
     let is_listed = |name: &&str| files.iter().any(|file| file.name == *name);
-    match ESSENTIAL.iter().find(|name| !is_listed(name)) {
+    match LAST.iter().find(|name| !is_listed(name)) {
         None => Ok(()),
         Some(name) => Err(ImageError::Missing {
             dir: dir.to_owned(),

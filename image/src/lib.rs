@@ -9,6 +9,7 @@ pub mod criu;
 #[cfg(any(test, fuzzing, feature = "fixtures"))]
 #[doc(hidden)]
 pub mod fixtures;
+pub mod form;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzz;

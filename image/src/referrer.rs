@@ -9,10 +9,10 @@ use std::fs::{self, DirEntry};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use firn_config::names;
 use firn_host::mountinfo::{MountEntry, is_mount_point};
 use firn_host::{Absent, Problem};
 
+use crate::form;
 use crate::manifest::{Manifest, ManifestError, is_of_image};
 use firn_store::{Digest, Index};
 
@@ -111,7 +111,7 @@ pub fn named_directories(root: &Path) -> Result<Vec<PathBuf>, ReferrerError> {
     let mut found = Vec::new();
     for namespace in directories(root)? {
         for named in directories(&namespace)? {
-            found.push(named.join(names::ARCHIVE_IMAGE));
+            found.push(named.join(form::IMAGE));
             found.push(named);
         }
     }

@@ -22,12 +22,10 @@ use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use firn_host::durable::{self, NotOnDisk};
+use firn_image::form::INVENTORY;
 use firn_image::manifest::{ImageFile, is_of_image};
 
 use crate::elsewhere::RunsElsewhere;
-
-/// CRIU's file that each image has.
-const INVENTORY: &str = "inventory.img";
 
 /// A checkpoint that is on its disk. Write-back that fails later takes nothing away from it.
 #[derive(Debug)]

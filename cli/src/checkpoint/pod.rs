@@ -12,6 +12,7 @@ use std::time::Instant;
 use anyhow::Result;
 use firn_config::names;
 use firn_host::{Problem, ProblemLine, UnlessAbsent};
+use firn_image::form;
 use firn_image::manifest::Manifest;
 use serde::{Deserialize, Serialize};
 
@@ -135,7 +136,7 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
     for (name, id) in containers {
         let place = dir.join(&name);
         made.directory(&place)?;
-        let image = place.join(names::ARCHIVE_IMAGE);
+        let image = place.join(form::IMAGE);
         by_id.insert(id, image.clone());
         images.insert(name, image);
     }

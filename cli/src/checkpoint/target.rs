@@ -11,6 +11,7 @@ use std::time::Duration;
 use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
+use firn_image::form;
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
@@ -62,7 +63,7 @@ impl Target {
                     Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => false,
                     result => result.map(|()| true).map_err(made(&path))?,
                 };
-                for name in [names::ARCHIVE_IMAGE, names::ARCHIVE_LAYER] {
+                for name in [form::IMAGE, form::LAYER] {
                     let inside = path.join(name);
                     if inside.symlink_metadata().is_ok() {
                         return Err(CheckpointError::Exists {
@@ -134,7 +135,7 @@ impl Target {
                 Ok(manifest.transpose()?)
             }
             Self::File(..) => Ok(None),
-            Self::Dir(path, _) => Ok(Manifest::read(&path.join(names::ARCHIVE_IMAGE))?),
+            Self::Dir(path, _) => Ok(Manifest::read(&path.join(form::IMAGE))?),
         }
     }
 
@@ -190,8 +191,8 @@ async fn forgotten(containerd: &Containerd, name: &str, digest: &str) -> Result<
 
 /// The image, the layer, and the directory that has both.
 fn of_directory(path: &Path, is_new: bool) -> Result<Durable, NotOnDisk> {
-    let image = Durable::tree(&path.join(names::ARCHIVE_IMAGE), &AtomicBool::new(false))?;
-    let layer = path.join(names::ARCHIVE_LAYER);
+    let image = Durable::tree(&path.join(form::IMAGE), &AtomicBool::new(false))?;
+    let layer = path.join(form::LAYER);
     if layer.symlink_metadata().is_ok() {
         durable::sync_file(&layer)?;
     }
@@ -204,8 +205,8 @@ fn of_directory(path: &Path, is_new: bool) -> Result<Durable, NotOnDisk> {
 
 /// Removes the image from a directory, and the directory if it is ours.
 fn emptied(path: &Path, is_new: bool) -> io::Result<()> {
-    fs::remove_dir_all(path.join(names::ARCHIVE_IMAGE)).unless_absent()?;
-    fs::remove_file(path.join(names::ARCHIVE_LAYER)).unless_absent()?;
+    fs::remove_dir_all(path.join(form::IMAGE)).unless_absent()?;
+    fs::remove_file(path.join(form::LAYER)).unless_absent()?;
     if is_new {
         fs::remove_dir(path).unless_absent()
     } else {
@@ -225,7 +226,7 @@ fn made(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
 
 /// The shim writes the image directory, as for the containers of a pod.
 async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u64, CheckpointError> {
-    let (id, image) = (&source.container.id, path.join(names::ARCHIVE_IMAGE));
+    let (id, image) = (&source.container.id, path.join(form::IMAGE));
     let wanted = json!({id: image}).to_string();
     let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted)]);
     steps.begin("checkpoint");
@@ -243,7 +244,7 @@ async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u6
             done?;
             let files = fs::read_dir(&image).into_iter().flatten().flatten();
             let sizes = files.filter_map(|file| Some(file.metadata().ok()?.len()));
-            let layer = fs::metadata(path.join(names::ARCHIVE_LAYER)).map_or(0, |file| file.len());
+            let layer = fs::metadata(path.join(form::LAYER)).map_or(0, |file| file.len());
             Ok(sizes.sum::<u64>() + layer)
         }
     }

@@ -8,6 +8,7 @@ use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_gpu::GpuUuid;
 use firn_host::{FileId, ProblemReport};
+use firn_image::form::{self, CheckpointDir};
 use firn_image::manifest::{Manifest, UntrustedDir};
 use firn_image::referrer::named_directories;
 use firn_store::Digest;
@@ -15,11 +16,10 @@ use serde::Serialize;
 
 use super::args::Common;
 use crate::containerd::{CallError, Containerd, Image, block_on};
-use crate::image::{self, ImageSummary, Sizes};
+use crate::image::{ImageSummary, Sizes};
 use crate::leftovers::{self, Leftover};
 use crate::oci_image::{self, ImageError, Index, Part, media};
 use crate::output::note;
-use crate::view::holds_image;
 use crate::{stored, text};
 
 /// Where a checkpoint is.
@@ -182,7 +182,7 @@ pub fn find(common: &Common) -> Result<(Vec<Checkpoint>, bool)> {
         let below = named_directories(&dir).map_err(ProblemReport::from)?;
         let named = below
             .iter()
-            .filter(|path| path.file_name() != Some(names::ARCHIVE_IMAGE.as_ref()));
+            .filter(|path| path.file_name() != Some(form::IMAGE.as_ref()));
         for path in named {
             let namespace = path.parent().and_then(Path::file_name).unwrap_or_default();
             // The operator may have put a link there.
@@ -202,14 +202,13 @@ pub fn left(left: impl Iterator<Item = Leftover>) -> impl Iterator<Item = Checkp
 
 /// None if there is no image in the directory.
 fn of_directory(kind: Kind, path: &Path, namespace: &str, opened: &UntrustedDir) -> Option<Checkpoint> {
-    if !holds_image(&opened.path()) {
-        return None;
-    }
-    let (dir, layer) = image::parts(&opened.path());
+    let CheckpointDir {
+        image: dir, layer, ..
+    } = CheckpointDir::find(&opened.path()).ok()??;
     let shown = if dir == opened.path() {
         path.to_owned()
     } else {
-        path.join(names::ARCHIVE_IMAGE)
+        path.join(form::IMAGE)
     };
     let manifest = Manifest::read_by(&dir, &shown).map_err(ProblemReport::from);
     let mut checkpoint = Checkpoint::new(kind, path.display().to_string(), namespace, manifest);

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Absent, FileId, ProblemReport, UnlessAbsent};
+use firn_image::form;
 use firn_image::manifest::{UntrustedDir, is_of_image};
 use firn_store::{Packing, Pin, Store};
 use firn_transaction::journal::Record;
@@ -228,8 +229,8 @@ impl Directory {
 
 /// Files next to an image in an archive of the kubelet or of podman.
 const ARCHIVE: [&str; 9] = [
-    names::ARCHIVE_LAYER,
-    "spec.dump",
+    form::LAYER,
+    form::SPEC,
     "config.dump",
     "status",
     "status.dump",
@@ -250,7 +251,7 @@ impl Contents {
                 return Ok(Err(shown));
             };
             let kind = dir.metadata(&name)?.file_type();
-            if is_archive && kind.is_dir() && name == names::ARCHIVE_IMAGE {
+            if is_archive && kind.is_dir() && name == form::IMAGE {
                 match Self::of(dir.inside(&name)?, false)? {
                     Ok(inside) => image = Some(Box::new(inside)),
                     Err(foreign) => return Ok(Err(format!("{name}/{foreign}"))),
@@ -268,7 +269,7 @@ impl Contents {
     fn empty(&self) -> io::Result<()> {
         if let Some(image) = &self.image {
             image.empty()?;
-            self.dir.remove_dir(names::ARCHIVE_IMAGE)?;
+            self.dir.remove_dir(form::IMAGE)?;
         }
         let is_manifest = |name: &&String| *name == names::MANIFEST;
         let manifest = self.files.iter().filter(is_manifest);

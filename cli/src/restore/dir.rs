@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use firn_config::names;
 use firn_containerd::Message;
 use firn_containerd::runc::{OPTIONS, Options};
+use firn_image::form::INVENTORY;
 use firn_image::manifest::{ImageError as DirError, Manifest};
 
 use super::Restored;
@@ -21,15 +22,13 @@ use super::named;
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, CreateTask, Mount, TaskState};
+use crate::image;
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::text;
 
 /// nerdctl's label of where the output of a container goes.
 const NERDCTL_LOG: &str = "nerdctl/log-uri";
-
-/// CRIU writes it at the end of a dump.
-const LAST: &str = "inventory.img";
 
 /// Restores into a container that containerd knows, or shows whether that would be accepted. Returns the
 /// directory of CRIU's files, too.
@@ -72,10 +71,9 @@ pub async fn restore(
 fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
     let found = dir.canonicalize();
     let dir = found.map_err(ImageError::file(format!("find {}", dir.display())))?;
-    let inside = dir.join(names::ARCHIVE_IMAGE);
-    let dir = if inside.join(LAST).is_file() { inside } else { dir };
-    if !dir.join(LAST).is_file() {
-        let name = LAST.to_owned();
+    let dir = image::parts(&dir).image;
+    if !dir.join(INVENTORY).is_file() {
+        let name = INVENTORY.to_owned();
         return Err(DirError::Missing { dir, name }.into());
     }
     Ok(dir)

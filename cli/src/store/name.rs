@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use firn_config::names;
 use firn_host::{Absent, Problem, ProblemReport, open_regular};
+use firn_image::form::{self, CheckpointDir};
 use firn_image::manifest::{Manifest, UntrustedDir, is_of_image};
 use firn_transaction::restore::is_name;
 use serde::Serialize;
@@ -51,7 +52,9 @@ enum NamingError {
 
 /// True: it is there.
 pub fn run(args: &NameArgs) -> Result<bool> {
-    let (dir, layer) = image::parts(&args.dir);
+    let CheckpointDir {
+        image: dir, layer, ..
+    } = image::parts(&args.dir);
     let manifest = shown(Manifest::read(&dir))?.ok_or_else(|| NamingError::NoImage { dir: dir.clone() });
     let manifest = manifest.map_err(ProblemReport::from)?;
     shown(manifest.verify_images(&dir))?;
@@ -112,7 +115,7 @@ fn copy(image: &Path, layer: Option<&Path>, to: &Path) -> io::Result<()> {
         Err(error) if !error.is_absent() => return Err(error),
         _ => private(false).create(to)?,
     }
-    let target = to.join(names::ARCHIVE_IMAGE);
+    let target = to.join(form::IMAGE);
     private(false).create(&target)?;
     let from = UntrustedDir::open(image)?;
     for entry in fs::read_dir(image)? {
@@ -122,7 +125,7 @@ fn copy(image: &Path, layer: Option<&Path>, to: &Path) -> io::Result<()> {
         }
     }
     if let Some(layer) = layer {
-        write(&mut open_regular(layer)?, &to.join(names::ARCHIVE_LAYER))?;
+        write(&mut open_regular(layer)?, &to.join(form::LAYER))?;
     }
     sync(&target)?;
     sync(to)

@@ -6,14 +6,15 @@
 pub mod args;
 mod bytes;
 
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use firn_config::names;
 use firn_containerd::Message;
+use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
+use firn_image::form::{self, CheckpointDir};
 use firn_oci::Spec;
 
 use crate::archive::{Entry, FileSpan};
@@ -38,9 +39,6 @@ const MOST_OF_ALL: u64 = 512 << 20;
 const INDEX: &str = "index.json";
 const BLOBS: &str = "blobs/sha256/";
 
-/// The container's spec in an archive of the kubelet.
-const SPEC: &str = "spec.dump";
-
 /// What a command is about.
 pub enum Subject {
     /// The bundle of a running container.
@@ -62,20 +60,14 @@ impl Subject {
         match (&place, <[PathBuf; 1]>::try_from(called)) {
             (Location::Ref(_), Ok([bundle])) => Self::Container(bundle),
             // A directory that only has the name of the container.
-            (Location::Dir(dir), Ok([bundle])) if !holds_image(dir) => Self::Container(bundle),
+            (Location::Dir(dir), Ok([bundle]))
+                if !CheckpointDir::find(dir).is_ok_and(|found| found.is_some()) =>
+            {
+                Self::Container(bundle)
+            }
             _ => Self::Checkpoint(place),
         }
     }
-}
-
-/// Whether there is an image in a directory.
-pub fn holds_image(dir: &Path) -> bool {
-    let dirs = [dir.to_owned(), dir.join(names::ARCHIVE_IMAGE)];
-    dirs.iter().any(|dir| {
-        [names::MANIFEST, "inventory.img"]
-            .iter()
-            .any(|name| dir.join(name).is_file())
-    })
 }
 
 /// A checkpoint.
@@ -123,8 +115,8 @@ impl View {
     }
 
     fn of_dir(dir: &Path) -> Self {
-        let (image, layer) = image::parts(dir);
-        let spec = fs::read(dir.join(SPEC)).ok();
+        let CheckpointDir { image, layer, spec } = image::parts(dir);
+        let spec = spec.and_then(|spec| read_at_most(&open_regular(&spec).ok()?, MOST).ok().flatten());
         Self {
             what: format!("image {}", dir.display()),
             dir: image,
@@ -177,13 +169,13 @@ impl View {
             let view = unpacked(&what, &Bytes::File(&file, FileSpan { from, length }), "").await?;
             view.with_index(index, &spec)
         } else {
-            let inside = format!("{}/", names::ARCHIVE_IMAGE);
-            let is_archive = named(&format!("{inside}inventory.img")).is_some();
+            let inside = format!("{}/", form::IMAGE);
+            let is_archive = named(&format!("{inside}{}", form::INVENTORY)).is_some();
             let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }).await?;
-            if let Some(spec) = named(SPEC) {
+            if let Some(spec) = named(form::SPEC) {
                 view.spec = spec_of(&all.content(&what, spec, MAX_JSON).await?);
             }
-            view.written = named(names::ARCHIVE_LAYER).map(|layer| layer.place.length);
+            view.written = named(form::LAYER).map(|layer| layer.place.length);
             view
         };
         view.what = format!("file {what}");

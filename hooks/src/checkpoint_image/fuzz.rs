@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use firn_config::names;
+use firn_image::form;
 use sha2::{Digest, Sha256};
 
 use super::{Cap, Parts, Store, Target, parts};
@@ -49,18 +49,18 @@ pub fn checkpoint_image(bytes: &[u8]) {
     for entry in fs::read_dir(&root).expect("it is there") {
         let path = entry.expect("it can be read").path();
         let name = path.file_name().unwrap_or_default();
-        if name == names::ARCHIVE_IMAGE {
+        if name == form::IMAGE {
             for entry in fs::read_dir(&path).expect("it is a directory") {
                 taken += size_of(&entry.expect("it can be read").path());
             }
         } else {
-            assert_eq!(name, names::ARCHIVE_LAYER);
+            assert_eq!(name, form::LAYER);
             taken += size_of(&path);
         }
     }
     assert!(taken <= CAP - cap.left(), "{taken} bytes were not counted");
     if unpacked.is_ok() {
-        assert!(root.join(names::ARCHIVE_IMAGE).is_dir());
+        assert!(root.join(form::IMAGE).is_dir());
     }
 }
 

@@ -13,6 +13,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::Empty;
 use firn_config::{Config, names};
 use firn_host::Chain;
+use firn_image::form;
 use firn_image::manifest::DumpFlags;
 use firn_process::panics::lock;
 use firn_transaction::checkpoint::{self, CheckpointError, Request};
@@ -185,7 +186,7 @@ async fn one(
     let _held = Held(progress, &container.id);
     lock(&progress.held).insert(container.id.clone(), container.clone());
     container.admit(Action::Checkpoint)?;
-    let layer = path.with_file_name(names::ARCHIVE_LAYER);
+    let layer = path.with_file_name(form::LAYER);
     layer::expect_none(&layer).await?;
     let request = Request {
         image: checkpoint::usable(container, found, path)?,

@@ -19,6 +19,7 @@ use std::time::Duration;
 use firn_config::{OpenImageDir, names};
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
+use firn_image::form::LAST;
 use firn_image::manifest::{self, ImageFile};
 use firn_process::OrWarn;
 use firn_process::blocking::blocking;
@@ -28,9 +29,6 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use super::ImageDirError;
 use crate::end_proof::Durable;
 use crate::journal::{DirId, ImageWas};
-
-/// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
-const LAST: [&str; 2] = ["inventory.img", "pstree.img"];
 
 /// Deadline of opening or checking the directory, at the start of a request and for a container without GPUs.
 const LIMIT: Duration = Duration::from_secs(10);

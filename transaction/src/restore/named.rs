@@ -18,6 +18,7 @@ use std::sync::atomic::AtomicBool;
 
 use firn_config::{Config, find_program, names};
 use firn_host::{Absent, Problem};
+use firn_image::form::CheckpointDir;
 use firn_image::signature::{self, Wanted};
 use firn_oci::Spec;
 use firn_process::OrWarn;
@@ -36,9 +37,6 @@ pub use image::{FoundImage, ImageStore, NoImages, remove_unpacked};
 #[cfg(any(test, fuzzing, feature = "testing"))]
 pub use source::fuzz;
 pub use source::{Source, is_name, name_for};
-
-/// Every image of CRIU has this file.
-const INVENTORY: &str = "inventory.img";
 
 /// A checkpoint that a container is restored from because its pod names it.
 #[derive(Debug, PartialEq, Eq)]
@@ -303,27 +301,17 @@ fn in_directories(
 }
 
 fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named, NameError> {
-    if look(&path.join(INVENTORY))?.is_some_and(|found| found.is_file()) {
-        return Ok(Named {
-            origin,
-            image: path,
-            layer: None,
-            cap,
-            chosen: Chosen::ByOperator,
-        });
-    }
-    let (image, layer) = (path.join(names::ARCHIVE_IMAGE), path.join(names::ARCHIVE_LAYER));
-    if !look(&image)?.is_some_and(|found| found.is_dir()) {
-        return Err(NameError::Absent { path });
-    }
-    let layer = match look(&layer)? {
-        None => None,
-        Some(found) if found.is_file() => Some(layer),
-        Some(_) => {
-            let reason = "it is no regular file".to_owned();
-            return Err(NameError::Unreadable { path: layer, reason });
-        }
+    let unreadable = |path: &Path, reason: String| NameError::Unreadable {
+        path: path.to_owned(),
+        reason,
     };
+    let found = CheckpointDir::find(&path).map_err(|error| unreadable(&path, error.to_string()))?;
+    let CheckpointDir { image, layer, .. } = found.ok_or(NameError::Absent { path })?;
+    if let Some(layer) = &layer
+        && !look(layer)?.is_some_and(|found| found.is_file())
+    {
+        return Err(unreadable(layer, "it is no regular file".to_owned()));
+    }
     Ok(Named {
         origin,
         image,

@@ -98,7 +98,7 @@ fn an_archive_goes_with_the_image_in_it() {
     let world = World::new();
     let path = image(&world.tmp, "ctrd-checkpoint1", 0, 0o700);
     fs::remove_file(path.join("inventory.img")).unwrap();
-    let inside = image(&path, names::ARCHIVE_IMAGE, 0, 0o700);
+    let inside = image(&path, form::IMAGE, 0, 0o700);
     fs::write(path.join("spec.dump"), "").unwrap();
     let one = world.one();
     fs::write(inside.join("notes"), "").unwrap();
@@ -108,7 +108,7 @@ fn an_archive_goes_with_the_image_in_it() {
         world.kept(&one)
     );
     fs::remove_file(inside.join("notes")).unwrap();
-    let nested = image(&inside, names::ARCHIVE_IMAGE, 0, 0o700);
+    let nested = image(&inside, form::IMAGE, 0, 0o700);
     assert!(world.kept(&one).contains("holds checkpoint/checkpoint,"));
     fs::remove_dir_all(nested).unwrap();
     world.remove(&one).unwrap();

@@ -1,6 +1,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
+use firn_image::form::{self, INVENTORY};
 use serde_json::{Value, json};
 
 use super::*;
@@ -237,6 +238,12 @@ fn the_operator_allows_namespaces_by_directories() {
     );
     fs::remove_file(&image).unwrap();
     fs::create_dir(&image).unwrap();
+    assert_eq!(
+        refused(&config),
+        NameError::Absent { path: dir.clone() },
+        "no image in it"
+    );
+    fs::write(image.join(INVENTORY), "").unwrap();
     let named = |layer: Option<&str>| {
         Ok(Named {
             origin: String::new(),
@@ -247,11 +254,11 @@ fn the_operator_allows_namespaces_by_directories() {
         })
     };
     assert_eq!(found(&wish, &config), named(None));
-    symlink("/etc/passwd", dir.join(names::ARCHIVE_LAYER)).unwrap();
+    symlink("/etc/passwd", dir.join(form::LAYER)).unwrap();
     assert!(matches!(refused(&config), NameError::Unreadable { .. }), "a link");
-    fs::remove_file(dir.join(names::ARCHIVE_LAYER)).unwrap();
-    fs::write(dir.join(names::ARCHIVE_LAYER), "").unwrap();
-    assert_eq!(found(&wish, &config), named(Some(names::ARCHIVE_LAYER)));
+    fs::remove_file(dir.join(form::LAYER)).unwrap();
+    fs::write(dir.join(form::LAYER), "").unwrap();
+    assert_eq!(found(&wish, &config), named(Some(form::LAYER)));
     fs::write(dir.join(INVENTORY), "").unwrap();
     let whole = Named {
         origin: String::new(),
