@@ -25,7 +25,7 @@ use firn_host::durable::{self, NotOnDisk};
 use firn_image::form::INVENTORY;
 use firn_image::manifest::{ImageFile, is_of_image};
 
-use crate::elsewhere::RunsElsewhere;
+use crate::transfer::RunsElsewhere;
 
 /// A checkpoint that is on its disk. Write-back that fails later takes nothing away from it.
 #[derive(Debug)]

@@ -11,7 +11,6 @@ pub mod create;
 pub mod criu_leftovers;
 mod driver;
 mod effects;
-pub mod elsewhere;
 pub mod end_proof;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
@@ -41,3 +40,4 @@ pub mod stdio;
 pub mod steps;
 pub mod timings;
 mod transaction;
+pub mod transfer;

@@ -14,6 +14,7 @@ use std::time::Instant;
 use anyhow::Result;
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
+use firn_transaction::transfer::StaysHere;
 use serde::Serialize;
 
 pub use error::CheckpointError;
@@ -221,10 +222,10 @@ async fn checkpoint(
             let ended = source.end(proof, steps).await;
             ended.map_err(|error| error.with(place.shown()))
         }
-        Ok(None) => source.resume().await,
+        Ok(None) => source.resume(StaysHere::checkpointed()).await,
         Err(_) => {
             target.discard(&containerd).await;
-            let resumed = source.resume().await;
+            let resumed = source.resume(StaysHere::checkpointed()).await;
             // A shim that worked on may have put something there until then.
             target.discard(&containerd).await;
             resumed

@@ -14,6 +14,7 @@ use firn_config::names;
 use firn_host::{Problem, ProblemLine, UnlessAbsent};
 use firn_image::form;
 use firn_image::manifest::Manifest;
+use firn_transaction::transfer::StaysHere;
 use serde::{Deserialize, Serialize};
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
@@ -161,7 +162,7 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
             Err(PodError::Checkpoint(status.message().to_owned()))
         }
         Err(lost) if lost.is_lost() => {
-            made.discard(&call.lost().await);
+            made.discard(call.lost().await);
             Err(lost.into())
         }
         Err(CallError::Call { status, .. }) => Err(PodError::Shim {
@@ -235,9 +236,10 @@ impl NewDirs {
         Ok(())
     }
 
-    /// Removes these images, which nobody needs, with what is next to them.
-    fn discard(&self, images: &[&Path]) {
-        for place in images.iter().filter_map(|image| image.parent()) {
+    /// Removes the images of containers that continue, with what is next to them.
+    fn discard(&self, images: Vec<(&Path, StaysHere)>) {
+        for (image, _proof) in images {
+            let Some(place) = image.parent() else { continue };
             let ours = self.0.iter().find(|made| *made == place);
             if let Some(Err(error)) = ours.map(|place| std::fs::remove_dir_all(place).unless_absent()) {
                 note!("firn: {} is left: {error}", place.display());

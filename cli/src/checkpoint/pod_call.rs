@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
+use firn_transaction::transfer::StaysHere;
 use serde_json::json;
 use tokio::time::sleep;
 
@@ -75,7 +76,7 @@ impl<'a> PodCall<'a> {
 
     /// Waits, after its answer was lost, until it is withdrawn and over. Returns the images of containers
     /// that run again: these are of no use. The others may be the only copies of their workloads.
-    pub async fn lost(&self) -> Vec<&Path> {
+    pub async fn lost(&self) -> Vec<(&Path, StaysHere)> {
         let until = Instant::now() + RESTART;
         loop {
             match self.withdraw_once().await {
@@ -94,7 +95,7 @@ impl<'a> PodCall<'a> {
         let mut useless = Vec::new();
         for (id, image) in &self.images {
             match self.containerd.task_state(id).await {
-                Ok(Some(TaskState::Running)) => useless.push(&**image),
+                Ok(Some(TaskState::Running)) => useless.push((&**image, StaysHere::seen())),
                 _ => note!("firn: container {id} does not run; {} is left", image.display()),
             }
         }

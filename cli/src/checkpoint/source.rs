@@ -13,6 +13,7 @@ use firn_containerd::runc::{CHECKPOINT_OPTIONS, CheckpointOptions};
 use firn_host::Alone;
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
+use firn_transaction::transfer::StaysHere;
 use tokio::time::sleep;
 
 use super::error::CheckpointError;
@@ -218,7 +219,7 @@ impl Source {
     ///
     /// Order matters: the shim resumes it after the rollback of a checkpoint that was interrupted, for which
     /// the call waits. What the freezer is in the middle of one means nothing.
-    pub async fn resume(&self) -> Result<(), CheckpointError> {
+    pub async fn resume(&self, _proof: StaysHere) -> Result<(), CheckpointError> {
         if self.was_paused {
             return Ok(());
         }

@@ -6,10 +6,9 @@
 use std::time::{Duration, Instant};
 
 use firn_host::ProblemLine;
-use firn_transaction::elsewhere::RunsElsewhere;
+use firn_transaction::transfer::{RunsElsewhere, StaysHere};
 use serde::Deserialize;
 
-use super::end::RunsOn;
 use super::error::DrainError;
 use super::kubectl::Script;
 use super::pods::{Job, Part};
@@ -216,7 +215,7 @@ impl Drain {
     }
 
     /// Removes the checkpoints of a job that was not ended.
-    pub(super) fn remove_useless(&self, copies: &Copies<'_>, _runs: RunsOn) {
+    pub(super) fn remove_useless(&self, copies: &Copies<'_>, _runs: StaysHere) {
         self.remove(copies);
     }
 

@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_host::Chain;
+use firn_transaction::transfer::{Known, StaysHere};
 
 use super::copies::{Copies, OnTargets};
 use super::error::DrainError;
@@ -17,17 +18,6 @@ use crate::output::note;
 /// How long it is looked whether a pod ends.
 const UNSURE: Duration = Duration::from_secs(30);
 
-/// Proof that a job was not ended: its pod is there, and nothing that this run has asked for ends it.
-pub(super) struct RunsOn(());
-
-/// What becomes of a job's pod.
-enum Fate {
-    RunsOn(RunsOn),
-    /// It is gone, or is about to be.
-    Ends,
-    Unknown,
-}
-
 impl Drain {
     /// Ends the pod, if its disruption budget permits it.
     pub(super) fn end(&self, job: &Job, there: OnTargets, copies: &Copies<'_>) -> Result<(), DrainError> {
@@ -35,27 +25,27 @@ impl Drain {
             return Ok(());
         };
         match self.fate(job, error.is_refusal()) {
-            Fate::Ends => {
+            Known::Ends => {
                 note!("{}/{}: ends, after: {}", job.namespace, job.pod, Chain(&error));
                 Ok(())
             }
-            Fate::RunsOn(proof) => {
+            Known::StaysHere(proof) => {
                 self.remove_useless(copies, proof);
                 Err(error)
             }
-            Fate::Unknown => Err(self.kept(job, copies, &error, "may end or run on")),
+            Known::Nothing => Err(self.kept(job, copies, &error, "may end or run on")),
         }
     }
 
     /// Why a job whose checkpoints are not on all nodes is not moved. Nobody has ended it for this run.
     pub(super) fn without_copies(&self, job: &Job, copies: &Copies<'_>, error: DrainError) -> DrainError {
         match self.fate(job, true) {
-            Fate::RunsOn(proof) => {
+            Known::StaysHere(proof) => {
                 self.remove_useless(copies, proof);
                 error
             }
-            Fate::Ends => self.kept(job, copies, &error, "was ended by somebody else"),
-            Fate::Unknown => self.kept(job, copies, &error, "cannot be looked at"),
+            Known::Ends => self.kept(job, copies, &error, "was ended by somebody else"),
+            Known::Nothing => self.kept(job, copies, &error, "cannot be looked at"),
         }
     }
 
@@ -74,13 +64,13 @@ impl Drain {
 
     /// Looks at the pod until it is known. `is_final`: nothing that this run has asked for can end it any
     /// more.
-    fn fate(&self, job: &Job, is_final: bool) -> Fate {
+    fn fate(&self, job: &Job, is_final: bool) -> Known {
         let begun = Instant::now();
         loop {
             match self.ends(job) {
-                Ok(true) => return Fate::Ends,
-                Ok(false) if is_final => return Fate::RunsOn(RunsOn(())),
-                _ if begun.elapsed() >= UNSURE.min(self.timeout) => return Fate::Unknown,
+                Ok(true) => return Known::Ends,
+                Ok(false) if is_final => return Known::StaysHere(StaysHere::seen()),
+                _ if begun.elapsed() >= UNSURE.min(self.timeout) => return Known::Nothing,
                 _ => thread::sleep(PAUSE),
             }
         }

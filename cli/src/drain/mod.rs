@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use firn_host::ProblemLine;
-use firn_transaction::elsewhere::{RunsElsewhere, Sighting};
+use firn_transaction::transfer::{RunsElsewhere, Sighting};
 
 use crate::args::DrainArgs;
 use crate::output::{self, line, note};

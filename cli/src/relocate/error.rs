@@ -3,6 +3,7 @@
 use std::io;
 
 use firn_host::{Problem, ProblemLine};
+use firn_transaction::transfer::{StaysHere, Transfer};
 
 use crate::checkpoint::CheckpointError;
 use crate::containerd::CallError;
@@ -100,9 +101,14 @@ pub enum MoveError {
 }
 
 impl MoveError {
-    /// Whether the source must not continue, because its copy may run or have done its work.
-    pub fn leaves_paused(&self) -> bool {
-        matches!(self, Self::Unknown { .. } | Self::Finished { .. })
+    /// The proof that the source may continue; none: its copy may run, or have done its work.
+    pub fn stays_here(&self, transfer: &Transfer) -> Option<StaysHere> {
+        match self {
+            Self::Failed { .. } => Some(StaysHere::refused()),
+            Self::Died { .. } => Some(StaysHere::died()),
+            Self::Unknown { .. } | Self::Finished { .. } => None,
+            _ => transfer.stays_here(),
+        }
     }
 
     /// With its code and hint, unless the shim has given both.

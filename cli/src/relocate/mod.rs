@@ -10,7 +10,7 @@
 //! The source never runs while the copy may: the copy begins to run only after the last byte of the stream,
 //! and the source is resumed only if that was not sent, or if the other node reports that nothing runs there
 //! (decision 0029). It is ended only with the proof that the copy was seen twice
-//! ([`firn_transaction::elsewhere`]).
+//! ([`firn_transaction::transfer`]).
 //! Every phase has a limit ([`limits`]) and ends when firn is interrupted.
 
 mod check;
@@ -19,12 +19,12 @@ mod limits;
 mod ssh;
 mod there;
 
-use std::cell::Cell;
 use std::time::Instant;
 
 use anyhow::Result;
 use firn_gpu::Gpu;
 use firn_transaction::end_proof::EndProof;
+use firn_transaction::transfer::Transfer;
 use serde::Serialize;
 use serde_json::Value;
 use tokio::time::timeout;
@@ -156,16 +156,14 @@ async fn moved(
     let source = found.begin(&containerd).await?;
     // Not to be interrupted: whether it was paused would not be known. The shim has deadlines for it.
     let paused = source.pause(steps).await;
-    let is_sent = Cell::new(false);
+    let transfer = Transfer::default();
     let work = async {
         paused?;
-        let (remote, bytes) = there.send(&node, &source, steps, &is_sent).await?;
+        let (remote, bytes) = there.send(&node, &source, steps, &transfer).await?;
         let (answer, runs) = there.taken_over(remote, steps).await?;
         Ok((bytes, answer, runs))
     };
     let done = match interrupts.unless(work).await {
-        // Only the answer of the other node decides who continues.
-        None if is_sent.get() => Err(there.unknown()),
         None => Err(interrupted()),
         Some(done) => done,
     };
@@ -180,8 +178,12 @@ async fn moved(
             };
             (Ok((bytes, answer)), ended.map_err(left))
         }
-        Err(error) if error.leaves_paused() => (Err(error), Ok(())),
-        Err(error) => (Err(error), source.resume().await.map_err(MoveError::from)),
+        Err(error) => match error.stays_here(&transfer) {
+            Some(proof) => (Err(error), source.resume(proof).await.map_err(MoveError::from)),
+            None if matches!(error, MoveError::Finished { .. }) => (Err(error), Ok(())),
+            // Only the answer of the other node decides who continues.
+            None => (Err(there.unknown()), Ok(())),
+        },
     };
     if let Err(error) = source.release().await {
         note!("firn: what was written for the move is left for a day: {error}");

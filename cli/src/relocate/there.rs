@@ -1,12 +1,11 @@
 //! What the other node does in a move: it is looked at, gets the checkpoint, restores it, and is looked at
 //! again.
 
-use std::cell::Cell;
 use std::io;
 use std::time::{Duration, Instant};
 
 use firn_gpu::Gpu;
-use firn_transaction::elsewhere::{PROBATION, RunsElsewhere, Sighting};
+use firn_transaction::transfer::{PROBATION, RunsElsewhere, Sighting, Transfer};
 use serde_json::Value;
 use tokio::time::{sleep, timeout};
 
@@ -89,7 +88,7 @@ impl<'a> There<'a> {
         node: &Node,
         source: &Source,
         steps: &mut Steps,
-        is_sent: &Cell<bool>,
+        transfer: &Transfer,
     ) -> Result<(Remote, u64), MoveError> {
         let taken = timeout(self.limits.checkpoint, source.take_whole(steps)).await;
         let taken = taken.map_err(|_late| self.late())??;
@@ -109,7 +108,8 @@ impl<'a> There<'a> {
             index: &part,
             parts: &parts,
         };
-        let written = oci_image::write(&source.containerd, &layout, &mut out, steps, || is_sent.set(true));
+        let last = || transfer.send_last();
+        let written = oci_image::write(&source.containerd, &layout, &mut out, steps, last);
         // Order matters: the other node reads until its input is closed.
         let written = match written.await {
             Ok(bytes) => out
@@ -128,7 +128,6 @@ impl<'a> There<'a> {
             // A node that refuses closes the stream, and answers why.
             Err(error) => match remote.answer(self.limits.look).await {
                 Ok(answer) if is_failure(&answer) => Err(self.refused(&answer)),
-                _ if is_sent.get() => Err(self.unknown()),
                 _ => Err(error.into()),
             },
         }
@@ -324,15 +323,24 @@ mod tests {
                 target: target.clone(),
                 id: id.clone(),
             };
-            for (error, paused) in [
-                (MoveError::Interrupted { id: id.clone() }, false),
-                (refused, false),
-                (there.late(), false),
-                (MoveError::Died { target, id, status }, false),
-                (there.unknown(), true),
-                (finished, true),
+            let (unsent, sent) = (Transfer::default(), Transfer::default());
+            sent.send_last();
+            // Whether it continues if not all was sent, and if all was.
+            for (error, before, after) in [
+                (MoveError::Interrupted { id: id.clone() }, true, false),
+                (there.late(), true, false),
+                (
+                    MoveError::from(ImageError::NoImage { name: id.clone() }),
+                    true,
+                    false,
+                ),
+                (refused, true, true),
+                (MoveError::Died { target, id, status }, true, true),
+                (there.unknown(), false, false),
+                (finished, false, false),
             ] {
-                assert_eq!(error.leaves_paused(), paused, "{error}");
+                assert_eq!(error.stays_here(&unsent).is_some(), before, "{error}");
+                assert_eq!(error.stays_here(&sent).is_some(), after, "{error}");
             }
             assert!(there.late().shown().starts_with("FIRN-MOVE-LATE: "));
         });
