@@ -40,7 +40,6 @@ pub struct Args {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Inspect(InspectArgs),
-    Plan(PlanArgs),
     Audit(AuditArgs),
     Checkpoint(CheckpointArgs),
     Restore(RestoreArgs),
@@ -192,34 +191,6 @@ pub struct DrainArgs {
     /// Context of kubectl's configuration.
     #[arg(long)]
     pub context: Option<String>,
-    /// Print JSON.
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// Show which GPUs a restore would use on this node, without restoring.
-///
-/// Decides as the shim does: by the spec of the container to be restored, the node's configuration and the
-/// GPUs that firn-gpu finds. Of a running container it plans for a checkpoint made now.
-#[derive(Debug, clap::Args)]
-#[command(
-    after_help = "Examples:\n  firn plan checkpoint/job\n  firn plan job.tar --inventory other-node.json\n  \
-                  firn plan ./images/job --spec config.json\n\n\
-                  Exit status: 0 the restore would be accepted, 1 it would be refused, 2 wrong usage."
-)]
-pub struct PlanArgs {
-    #[command(flatten)]
-    pub subject: SubjectArgs,
-    /// The spec (config.json) of the container to be restored. Default: that of the checkpoint; an image
-    /// directory has none.
-    #[arg(long, value_name = "FILE")]
-    pub spec: Option<PathBuf>,
-    /// Plan for another node: the output of `firn-gpu inventory` there.
-    #[arg(long, value_name = "FILE")]
-    pub inventory: Option<PathBuf>,
-    /// Also show what a grant rests on, and PCI addresses.
-    #[arg(long, short)]
-    pub verbose: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

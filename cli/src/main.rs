@@ -31,7 +31,6 @@ mod oci_image;
 mod outlet;
 mod output;
 mod place;
-mod plan;
 mod program;
 mod ps;
 mod relocate;
@@ -59,7 +58,6 @@ fn main() -> ExitCode {
     let args = Args::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let result = match args.command {
         Command::Inspect(args) => inspect::run(&args),
-        Command::Plan(args) => plan::run(&args),
         Command::Audit(args) => match audit::run(&args) {
             Ok(Verdict::Suspected) => return ExitCode::from(SUSPECTED),
             verdict => verdict.map(|verdict| verdict == Verdict::Can),

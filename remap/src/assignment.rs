@@ -1,4 +1,5 @@
-//! Which GPUs a restore gets: grant, map and planner put together, for the shim and for `firn plan`.
+//! Which GPUs a restore gets: grant, map and planner put together, for the shim and for
+//! `firn restore --dry-run`.
 
 use crate::plan;
 use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};

@@ -1,4 +1,4 @@
-"""firn's own answers: audit, inventory and plan, as its programs give them."""
+"""firn's own answers: audit, inventory and dry runs, as its programs give them."""
 
 import json
 from dataclasses import dataclass
@@ -62,18 +62,19 @@ def inventory(setup, end):
 
 def plan(setup, directory, spec, end):
     """Onto which GPUs an image would be restored here: new UUID by old."""
-    done = setup.host.run("firn", "plan", directory, "--spec", spec, "--json", deadline=end, check=False)
+    done = setup.host.run(
+        "firn", "restore", directory, "--dry-run", "--spec", spec, "--json", deadline=end, check=False)
     return parse_plan(done.stdout, done.stderr)
 
 
 def parse_plan(text, errors=""):
-    """The map of an accepted plan."""
+    """The map of a restore that would be accepted."""
     try:
         answer = json.loads(text)
     except ValueError:
-        raise Failed(f"firn plan gave no answer: {errors.strip()}") from None
+        raise Failed(f"firn restore --dry-run gave no answer: {errors.strip()}") from None
     if not answer.get("accepted"):
-        raise Failed(f"firn plan refuses: {answer['failure']}")
+        raise Failed(f"firn restore --dry-run refuses: {answer['failure']}")
     return {pair["old"]: pair["new"] for pair in answer.get("map", [])}
 
 

@@ -152,7 +152,7 @@ def permuted(setup, end, record, name, workload, count, mib):
         write_map(setup, moved)
         planned = firn_cli.plan(setup, directory, spec, end)
         if planned != moved:
-            raise Failed(f"firn plan shows {planned}, the map has {moved}")
+            raise Failed(f"firn restore --dry-run shows {planned}, the map has {moved}")
 
         done, record["checkpoint_s"] = cases.timed(source.checkpoint, image, end)
         record["checkpoint_ms"] = source.timings()

@@ -11,6 +11,8 @@ const HELP: &str = "Examples:
   firn restore checkpoint/job
   firn restore job.tar --name job2 --gpus 2,3
   firn restore checkpoint/job --gpus 1 --dry-run
+  firn restore job.tar --dry-run --inventory other-node.json
+  firn restore ./images/job --dry-run --spec config.json
   firn restore ./images/job --into job
   firn restore checkpoint/web --into web
   firn restore --dir /srv/job job
@@ -20,6 +22,9 @@ a file or directory has the name: then write ./NAME, or add --as ref.
 
 Exit status: 0 the container runs (with --dry-run: would be restored), 1 it was not restored and nothing of \
 it is left, 2 wrong usage.";
+
+/// Names of a container that containerd has to know, which go with no spec that is given.
+const GIVEN: [&str; 4] = ["name", "into", "dir", "explain"];
 
 /// Restore a container from a checkpoint.
 ///
@@ -50,9 +55,18 @@ pub struct RestoreArgs {
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
     #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
     pub gpu_map: Option<String>,
-    /// Only show whether it would be restored, and onto which GPUs.
+    /// Only show whether it would be restored, and onto which GPUs, as the shim would decide.
     #[arg(long)]
     pub dry_run: bool,
+    /// With --dry-run: the spec (config.json) of the container to be restored. Default: that of the
+    /// checkpoint; an image directory has none. containerd is not asked about containers then, and the
+    /// checkpoint may also be one that would be made now of a running container: give its id.
+    #[arg(long, value_name = "FILE", requires = "dry_run", conflicts_with_all = GIVEN)]
+    pub spec: Option<PathBuf>,
+    /// With --dry-run: the GPUs of another node, the output of `firn-gpu inventory` there. Otherwise as
+    /// --spec.
+    #[arg(long, value_name = "FILE", requires = "dry_run", conflicts_with_all = GIVEN)]
+    pub inventory: Option<PathBuf>,
     /// What the argument is, if its form does not decide.
     #[arg(long = "as", value_name = "KIND")]
     pub kind: Option<Kind>,

@@ -93,7 +93,7 @@ pub fn run(args: &AuditArgs) -> Result<Verdict> {
         Subject::Checkpoint(Location::Ref(name)) if name.parse::<i32>().is_ok() => {
             workload::audit(args, &config)?
         }
-        Subject::Checkpoint(place) => match View::open(&place, &args.subject) {
+        Subject::Checkpoint(place) => match View::open(&place, &args.subject.containerd) {
             Ok(view) => of_checkpoint(&view, args, &config)?,
             Err(_) if is_bare(&place, args) => workload::audit(args, &config)?,
             Err(error) => return Err(error),

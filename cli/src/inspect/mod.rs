@@ -23,7 +23,7 @@ pub fn run(args: &InspectArgs) -> Result<bool> {
         ),
         Subject::Checkpoint(place) => place,
     };
-    let view = View::open(&place, &args.subject)?;
+    let view = View::open(&place, &args.subject.containerd)?;
     let (found, failure) = view.look();
     let has_tree = args.processes && !found.images.is_empty();
     let tree = has_tree

@@ -8,6 +8,7 @@ use super::error::RestoreError;
 use super::gpus::Mode;
 use super::made::Creations;
 use super::named::is_id;
+use super::plan::Plan;
 use super::unpack::unpack;
 use super::{Restored, contents, dir, gpus, into};
 use crate::args::restore::RestoreArgs;
@@ -17,6 +18,7 @@ use crate::oci_image::{Index, media};
 use crate::output::note;
 use crate::place::Location;
 use crate::steps::Steps;
+use crate::view::View;
 use crate::work_dir::WorkDir;
 
 /// Restores into a new container or into the one that is named, or shows whether that would be accepted.
@@ -88,13 +90,16 @@ async fn restore_new(
         key: &id,
     };
     expect_none(containerd, &id, key).await?;
-    let base = contents::base(containerd, index, Some(made)).await?;
+    // A dry run leaves no image.
+    let kept = matches!(mode, Mode::Restore(_)).then_some(&mut *made);
+    let base = contents::base(containerd, index, kept).await?;
     let manifest = contents::manifest(containerd, &checkpoint).await?;
-    gpus::choose(args, mode, &mut spec, manifest.as_ref())?;
+    gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
     own_cgroup(&mut spec, index, &id, &args.containerd.namespace)?;
-    let mut restored = Restored::new(&id, index.bytes());
-    if let Mode::DryRun(here) = mode {
-        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
+    let mut restored = Restored::of_image(&id, index);
+    if let Mode::DryRun(node) = mode {
+        let view = View::of_index(containerd, &args.from, index.clone()).await?;
+        restored.plan = Some(Plan::of_view(node, spec, &view, &args.work_dir)?);
         return Ok(restored);
     }
     steps.begin("unpack");

@@ -19,6 +19,7 @@ use super::error::RestoreError;
 use super::gpus::{self, Mode};
 use super::made::Creations;
 use super::named;
+use super::plan::Plan;
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, CreateTask, Mount, TaskState};
@@ -26,28 +27,32 @@ use crate::image;
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::text;
+use crate::view::View;
 
 /// nerdctl's label of where the output of a container goes.
 const NERDCTL_LOG: &str = "nerdctl/log-uri";
 
-/// Restores into a container that containerd knows, or shows whether that would be accepted. Returns the
-/// directory of CRIU's files, too.
+/// Restores into a container that containerd knows, or shows whether that would be accepted.
 pub async fn restore(
     args: &RestoreArgs,
     mode: &Mode,
     dir: &Path,
     word: &str,
-) -> Result<(Restored, Option<PathBuf>), RestoreError> {
+) -> Result<Restored, RestoreError> {
     let dir = found(dir)?;
     let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
     let (container, _alone) = named::known(&containerd, &args.containerd.namespace, word).await?;
     let id = &*container.id;
     let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
-    gpus::choose(args, mode, &mut spec, manifest.as_ref())?;
-    let mut restored = Restored::new(id, 0);
-    if let Mode::DryRun(here) = mode {
-        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &dir)?;
-        return Ok((restored, Some(dir)));
+    gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
+    let mut restored = Restored {
+        id: Some(id.to_owned()),
+        dir: Some(dir.clone()),
+        ..Restored::default()
+    };
+    if let Mode::DryRun(node) = mode {
+        restored.plan = Some(Plan::of_view(node, spec, &View::of_dir(&dir), &dir)?);
+        return Ok(restored);
     }
     if !args.json {
         let size = text::bytes(size(&dir));
@@ -64,7 +69,7 @@ pub async fn restore(
         Ok(pid) => restored.pid = Some(pid),
         Err(error) => return Err(made.roll_back(&containerd, error).await),
     }
-    Ok((restored, Some(dir)))
+    Ok(restored)
 }
 
 /// The directory of CRIU's files.

@@ -59,7 +59,10 @@ pub enum RestoreError {
     )]
     Exists { what: String },
     #[error("the image directory {dir} does not name its container")]
-    #[problem("FIRN-RESTORE-NAME", "add --into ID, the container to restore into")]
+    #[problem(
+        "FIRN-RESTORE-NAME",
+        "add --into ID, the container to restore into; with --dry-run also --spec FILE"
+    )]
     NoName { dir: String },
     #[error("container {id} was not restored, and its task may be left: {message}")]
     #[problem(
@@ -131,6 +134,21 @@ pub enum RestoreError {
 }
 
 impl RestoreError {
+    /// Whether the restore is refused for it. Otherwise it was not found out whether it would be.
+    pub fn is_refusal(&self) -> bool {
+        !matches!(
+            self,
+            Self::Lock(_)
+                | Self::Interrupted { .. }
+                | Self::Signals(_)
+                | Self::Node(_)
+                | Self::Location(_)
+                | Self::Config(_)
+                | Self::Image(_)
+                | Self::Call(_)
+        )
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         let call = match self {

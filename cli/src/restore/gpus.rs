@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use anyhow::Context;
 use firn_config::{Config, Keys, names};
 use firn_gpu::Inventory;
 use firn_image::manifest::Manifest;
@@ -10,10 +11,7 @@ use firn_remap::GpuAssignment;
 
 use super::error::RestoreError;
 use crate::args::restore::RestoreArgs;
-use crate::{plan, program, stored};
-
-/// Pairs of GPUs, old and new.
-pub type Pairs = Vec<(String, String)>;
+use crate::program;
 
 /// What is to be done.
 pub enum Mode {
@@ -27,13 +25,14 @@ impl Mode {
     /// What the command line wants. Runs firn-gpu: not to be called by a future.
     pub fn read(args: &RestoreArgs) -> Result<Self, RestoreError> {
         if args.dry_run {
-            return Ok(Self::DryRun(NodeGpus::read()?));
+            return Ok(Self::DryRun(NodeGpus::read(args.inventory.as_deref())?));
         }
-        let gpus = args.gpus.is_some().then(NodeGpus::read).transpose()?;
+        let gpus = args.gpus.is_some().then(|| NodeGpus::read(None)).transpose()?;
         Ok(Self::Restore(gpus))
     }
 
-    fn gpus(&self) -> Option<&NodeGpus> {
+    /// Those to choose among.
+    pub fn gpus(&self) -> Option<&NodeGpus> {
         match self {
             Self::DryRun(gpus) => Some(gpus),
             Self::Restore(gpus) => gpus.as_ref(),
@@ -41,34 +40,45 @@ impl Mode {
     }
 }
 
-/// What has to be known of this node to decide.
+/// What has to be known of a node to decide.
 pub struct NodeGpus {
-    config: Config,
+    /// That of this node.
+    pub config: Config,
+    /// Whether it is another node, of which only the GPUs are known.
+    pub is_there: bool,
     inventory: Result<Inventory, String>,
 }
 
 impl NodeGpus {
-    fn read() -> Result<Self, RestoreError> {
+    /// Of this node, or of another one whose inventory is in a file.
+    fn read(there: Option<&Path>) -> Result<Self, RestoreError> {
         let config = Config::load(Keys::RESTORE)?;
-        let inventory = program::inventory(&config).map_err(|error| format!("{error:#}"));
-        Ok(Self { config, inventory })
+        let inventory = match there {
+            Some(file) => program::read_inventory(file),
+            None => program::inventory(&config).context("cannot read the GPUs of this node"),
+        };
+        Ok(Self {
+            config,
+            is_there: there.is_some(),
+            inventory: inventory.map_err(|error| format!("{error:#}")),
+        })
     }
 
-    fn inventory(&self) -> Result<&Inventory, RestoreError> {
+    pub fn inventory(&self) -> Result<&Inventory, RestoreError> {
         let read = self.inventory.as_ref();
-        read.map_err(|error| RestoreError::Node(format!("cannot read the GPUs of this node: {error}")))
+        read.map_err(|error| RestoreError::Node(error.clone()))
     }
 }
 
 /// Writes the choice into the spec's annotations, where the shim reads it.
 pub fn choose(
     args: &RestoreArgs,
-    mode: &Mode,
+    node: Option<&NodeGpus>,
     spec: &mut Spec,
     manifest: Option<&Manifest>,
 ) -> Result<(), RestoreError> {
-    let map = match (&args.gpus, mode.gpus(), &args.gpu_map) {
-        (Some(gpus), Some(here), _) => among(gpus, here, spec, gpu_state(manifest)?)?,
+    let map = match (&args.gpus, node, &args.gpu_map) {
+        (Some(gpus), Some(node), _) => among(gpus, node, spec, gpu_state(manifest)?)?,
         (_, _, Some(map)) => {
             gpu_state(manifest)?;
             map.clone()
@@ -90,7 +100,7 @@ fn gpu_state(manifest: Option<&Manifest>) -> Result<&Manifest, RestoreError> {
 }
 
 /// The map onto these GPUs, by the policy of the spec or of the node.
-fn among(gpus: &str, here: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> Result<String, RestoreError> {
+fn among(gpus: &str, node: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> Result<String, RestoreError> {
     let annotations = spec
         .object_mut("annotations")
         .map_err(|error| RestoreError::Plan(error.into()))?;
@@ -101,40 +111,11 @@ fn among(gpus: &str, here: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> R
     if named != had {
         return Err(RestoreError::GpuCount { named, had });
     }
-    let mut restore = here.config.restore.clone();
+    let mut restore = node.config.restore.clone();
     restore.gpus = names;
     restore.gpu_map = Vec::new();
-    let assignment = GpuAssignment::make(spec, manifest, here.inventory()?, &restore)?;
-    let pairs = pairs(&assignment)
-        .into_iter()
-        .map(|(old, new)| format!("{old}={new}"));
-    Ok(pairs.collect::<Vec<_>>().join(","))
-}
-
-/// What the shim would decide for this spec, if the memory of the checkpoint is here.
-pub fn plan(
-    here: &NodeGpus,
-    spec: &Spec,
-    manifest: Option<&Manifest>,
-    bundle: &Path,
-) -> Result<Pairs, RestoreError> {
-    if let Some(missing) = manifest.and_then(stored::missing) {
-        return Err(RestoreError::Plan(missing));
-    }
-    let Some(manifest) = manifest.filter(|manifest| manifest.has_gpu_state()) else {
-        return Ok(Pairs::new());
-    };
-    let (config, inventory) = (&here.config, here.inventory()?);
-    let created = plan::created(spec.clone(), config, None);
-    let (converted, _) = created.map_err(RestoreError::Plan)?;
-    let assignment = GpuAssignment::make(&converted, manifest, inventory, &config.restore)?;
-    plan::find_mounts(&converted, bundle, manifest, inventory, config).map_err(RestoreError::Plan)?;
-    Ok(pairs(&assignment))
-}
-
-fn pairs(assignment: &GpuAssignment) -> Pairs {
+    let assignment = GpuAssignment::make(spec, manifest, node.inventory()?, &restore)?;
     let pairs = assignment.map.pairs().iter();
-    pairs
-        .map(|pair| (pair.old.to_string(), pair.new.to_string()))
-        .collect()
+    let pairs = pairs.map(|pair| format!("{}={}", pair.old, pair.new));
+    Ok(pairs.collect::<Vec<_>>().join(","))
 }

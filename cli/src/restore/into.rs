@@ -9,12 +9,14 @@ use super::contents;
 use super::error::RestoreError;
 use super::gpus::{self, Mode};
 use super::made::Creations;
+use super::plan::Plan;
 use super::unpack::unpack;
 use super::{dir, named};
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Container, ContainerSpec, Containerd, Snapshot};
 use crate::oci_image::{Index, media};
 use crate::steps::Steps;
+use crate::view::View;
 use crate::work_dir::WorkDir;
 
 /// Restores into the container that is called so, or shows whether that would be accepted.
@@ -46,10 +48,11 @@ pub(super) async fn restore(
     let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
     let manifest = contents::manifest(containerd, &checkpoint).await?;
     let mut spec = container.spec();
-    gpus::choose(args, mode, &mut spec, manifest.as_ref())?;
-    let mut restored = Restored::new(&container.id, index.bytes());
-    if let Mode::DryRun(here) = mode {
-        restored.map = gpus::plan(here, &spec, manifest.as_ref(), &args.work_dir)?;
+    gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
+    let mut restored = Restored::of_image(&container.id, index);
+    if let Mode::DryRun(node) = mode {
+        let view = View::of_index(containerd, &args.from, index.clone()).await?;
+        restored.plan = Some(Plan::of_view(node, spec, &view, &args.work_dir)?);
         return Ok(restored);
     }
     steps.begin("unpack");

@@ -6,47 +6,63 @@ mod copy;
 pub mod dir;
 mod error;
 mod explain;
+mod given;
 mod gpus;
 mod into;
 mod made;
 mod named;
+mod plan;
 pub mod unpack;
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::Result;
+use firn_host::Problem;
 use serde::Serialize;
 
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
-use crate::output::{self, line, printed};
+use crate::oci_image::Index;
+use crate::output::{self, Tone, line, printed, toned};
 use crate::place::Location;
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::RestoreError;
 use gpus::Mode;
+use plan::{Decision, Plan};
 
 /// The argument that names standard input.
 pub const STDIN: &str = "-";
 
 /// What was restored, or would be.
+#[derive(Default)]
 pub struct Restored {
-    id: String,
+    /// None if a dry run names no container.
+    id: Option<String>,
     /// None with --dry-run.
     pid: Option<u32>,
-    /// Pairs of GPUs, old and new.
-    map: Vec<(String, String)>,
-    bytes: u64,
+    /// Of a dry run.
+    plan: Option<Plan>,
+    /// The directory of CRIU's files, of an image directory.
+    dir: Option<PathBuf>,
+    /// Of an image or a tar file.
+    bytes: Option<u64>,
 }
 
 impl Restored {
-    fn new(id: &str, bytes: u64) -> Self {
+    fn of_image(id: &str, index: &Index) -> Self {
         Self {
-            id: id.to_owned(),
-            pid: None,
-            map: Vec::new(),
-            bytes,
+            id: Some(id.to_owned()),
+            bytes: Some(index.bytes()),
+            ..Self::default()
+        }
+    }
+
+    fn planned(plan: Plan) -> Self {
+        Self {
+            plan: Some(plan),
+            ..Self::default()
         }
     }
 }
@@ -55,132 +71,120 @@ impl Restored {
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
 struct Restoration<'a> {
-    /// Id of the container.
-    container: &'a str,
+    /// Id of the container; absent if a dry run names none, or refuses the restore.
+    container: Option<&'a str>,
     /// containerd's namespace of the container.
     namespace: &'a str,
-    /// The image, tar file or `-` that the checkpoint was read from; absent for an image directory.
+    /// The image, tar file or `-` that the checkpoint was read from, or the running container that a dry run
+    /// is about; absent for an image directory.
     image: Option<&'a str>,
-    /// The directory of CRIU's files; absent for images and tar files.
-    dir: Option<PathBuf>,
+    /// The directory of CRIU's files; absent for images and tar files, and as the container.
+    dir: Option<&'a Path>,
     /// Pid of the container's first process on the node; absent with --dry-run.
     pid: Option<u32>,
     /// How long the command took, in milliseconds.
     ms: u64,
-    /// With --dry-run: the GPUs of the source, and those that would take their place. Empty otherwise, and
-    /// for a checkpoint without GPUs.
-    map: Vec<Pair<'a>>,
-    /// Bytes of the checkpoint that were read; absent for an image directory.
+    /// Bytes of the checkpoint that were read; absent for an image directory, and as the container.
     bytes: Option<u64>,
     /// Whether nothing was restored: --dry-run.
     dry_run: bool,
+    #[serde(flatten)]
+    decision: Decision<'a>,
     /// The phases that have ended, in their order; absent for an image directory.
     phases: Option<Vec<Step<'a>>>,
 }
 
-/// A GPU, and the one in its place.
-#[derive(Serialize)]
-#[cfg_attr(test, derive(schemars::JsonSchema))]
-struct Pair<'a> {
-    /// UUID of the GPU that the source had.
-    old: &'a str,
-    /// UUID of the GPU that the container gets.
-    new: &'a str,
-}
-
 printed! { Restoration<'_>: "restore" }
 
-/// True: done. An error of a restore from a stream is one before anything was begun: `firn move` on the other
-/// node, which reads it, lets its container continue.
+/// True: done, or it would be. An error of a restore from a stream is one before anything was begun:
+/// `firn move` on the other node, which reads it, lets its container continue.
 pub fn run(args: &RestoreArgs) -> Result<bool> {
     if let Some(image) = &args.check {
         return check::run(args, image);
     }
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
-    let done = match &args.dir {
-        Some(dir) => into_known(args, dir, Some(&args.from))?,
-        None => match Location::of(&args.from, args.kind) {
-            Ok(place) if args.explain => {
-                explain::print(args, &place);
-                return Ok(true);
-            }
-            Ok(Location::Dir(dir)) => into_known(args, &dir, args.into.as_ref().or(args.name.as_ref()))?,
-            Ok(place) => into_new(args, &place, &mut steps)?.map(|done| (done, None)),
-            Err(ambiguous) => Err(ambiguous.into()),
-        },
+    let place = match &args.dir {
+        Some(dir) => Ok(Location::Dir(dir.clone())),
+        None => Location::of(&args.from, args.kind),
     };
-    match done {
-        Ok((restored, dir)) => {
-            if args.json {
-                output::json(&described(args, &restored, dir, begun, &steps))?
-            } else {
-                print(&restored, begun)
-            }
-            Ok(true)
-        }
-        Err(error) => output::failed(args.json, error.shown()),
+    let place = match place {
+        Ok(place) => place,
+        Err(ambiguous) => return output::failed(args.json, RestoreError::from(ambiguous).shown()),
+    };
+    if args.explain {
+        explain::print(args, &place);
+        return Ok(true);
     }
+    let (restored, failure) = match restore(args, &place, &mut steps)? {
+        Ok(restored) => (restored, None),
+        Err(error) if args.dry_run && error.is_refusal() => (Restored::default(), Some(error.report())),
+        Err(error) => return output::failed(args.json, error.shown()),
+    };
+    if args.json {
+        let is_dir = matches!(place, Location::Dir(_));
+        output::json(&Restoration {
+            container: restored.id.as_deref(),
+            namespace: &args.containerd.namespace,
+            image: (!is_dir).then_some(&args.from),
+            dir: restored.dir.as_deref(),
+            pid: restored.pid,
+            ms: text::ms(begun.elapsed()),
+            bytes: restored.bytes,
+            dry_run: args.dry_run,
+            decision: match (&restored.plan, &failure) {
+                (_, Some(failure)) => Decision::refused(failure),
+                (Some(plan), None) => Decision::accepted(plan),
+                (None, None) => Decision::default(),
+            },
+            phases: (!is_dir).then(|| steps.ended()),
+        })?;
+    } else if let Some(failure) = &failure {
+        toned(Some((Tone::Bad, &failure.code)), &format!("verdict {failure}"));
+    } else {
+        print(args, &restored, begun);
+    }
+    Ok(failure.is_none())
 }
 
-/// Into a new container, or the files and processes into one that containerd knows.
-fn into_new(
+/// Restores, or shows whether that would be accepted. The outer error: that could not be found out.
+fn restore(
     args: &RestoreArgs,
     place: &Location,
     steps: &mut Steps,
 ) -> Result<Result<Restored, RestoreError>> {
-    Ok(match Mode::read(args) {
-        Ok(mode) => block_on(copy::restore(args, &mode, place, steps))?,
-        Err(error) => Err(error),
-    })
-}
-
-/// From an image directory, into a container that containerd knows. Returns the directory of CRIU's files,
-/// too.
-fn into_known(
-    args: &RestoreArgs,
-    dir: &Path,
-    id: Option<&String>,
-) -> Result<Result<(Restored, Option<PathBuf>), RestoreError>> {
-    let Some(id) = id else {
-        let dir = dir.display().to_string();
-        return Ok(Err(RestoreError::NoName { dir }));
+    let mode = match Mode::read(args) {
+        Ok(mode) => mode,
+        Err(error) => return Ok(Err(error)),
     };
-    Ok(match Mode::read(args) {
-        Ok(mode) => block_on(dir::restore(args, &mode, dir, id))?,
-        Err(error) => Err(error),
+    let is_given = args.spec.is_some() || args.inventory.is_some();
+    Ok(match (place, &mode) {
+        (_, Mode::DryRun(node)) if is_given => given::plan(args, node)?,
+        (Location::Dir(dir), _) => {
+            let of_dir = args.dir.as_ref().map(|_| &args.from);
+            match of_dir.or(args.into.as_ref()).or(args.name.as_ref()) {
+                Some(id) => block_on(dir::restore(args, &mode, dir, id))?,
+                None => Err(RestoreError::NoName {
+                    dir: dir.display().to_string(),
+                }),
+            }
+        }
+        _ => block_on(copy::restore(args, &mode, place, steps))?,
     })
 }
 
-fn described<'a>(
-    args: &'a RestoreArgs,
-    restored: &'a Restored,
-    dir: Option<PathBuf>,
-    begun: Instant,
-    steps: &'a Steps,
-) -> Restoration<'a> {
-    let is_known = dir.is_some();
-    let pair = |(old, new): &'a (String, String)| Pair { old, new };
-    Restoration {
-        container: &restored.id,
-        namespace: &args.containerd.namespace,
-        image: (!is_known).then_some(&args.from),
-        dir,
-        pid: restored.pid,
-        ms: text::ms(begun.elapsed()),
-        map: restored.map.iter().map(pair).collect(),
-        bytes: (!is_known).then_some(restored.bytes),
-        dry_run: args.dry_run,
-        phases: (!is_known).then(|| steps.ended()),
-    }
-}
-
-fn print(restored: &Restored, begun: Instant) {
-    for (old, new) in &restored.map {
-        line!("gpu     {old} -> {new}");
-    }
-    let (id, seconds) = (&restored.id, begun.elapsed().as_secs_f64());
-    match restored.pid {
-        Some(pid) => line!("{id} runs again, pid {pid}, after {seconds:.1} s"),
-        None => line!("{id} would be restored"),
+fn print(args: &RestoreArgs, restored: &Restored, begun: Instant) {
+    let id = restored.id.as_deref();
+    match (&restored.plan, restored.pid) {
+        (Some(plan), _) => {
+            let here = if args.inventory.is_some() { "there" } else { "here" };
+            let name = id.map_or_else(String::new, |id| format!(" as {id}"));
+            line!("verdict can be restored {here}{name}, as far as can be seen");
+            plan.print();
+        }
+        (None, Some(pid)) => {
+            let (id, seconds) = (id.unwrap_or_default(), begun.elapsed().as_secs_f64());
+            line!("{id} runs again, pid {pid}, after {seconds:.1} s");
+        }
+        (None, None) => {}
     }
 }

@@ -1,4 +1,4 @@
-//! What `firn inspect`, `firn plan` and `firn audit` are about.
+//! What `firn inspect`, `firn audit` and a dry run of `firn restore` are about.
 
 use std::path::PathBuf;
 

@@ -18,7 +18,7 @@ use firn_image::form::{self, CheckpointDir};
 use firn_oci::Spec;
 
 use crate::archive::{Entry, FileSpan};
-use crate::containerd::{Any, BUNDLES, Containerd, block_on, bundles_called};
+use crate::containerd::{Any, BUNDLES, Containerd, ContainerdArgs, block_on, bundles_called};
 use crate::image::{self, ArchivedFile, ImageSummary};
 use crate::oci_image::{ImageError, Index, MAX_JSON, media, no_checkpoint};
 use crate::place::Location;
@@ -88,13 +88,12 @@ pub struct View {
 }
 
 impl View {
-    pub fn open(place: &Location, args: &SubjectArgs) -> anyhow::Result<Self> {
-        let (socket, namespace) = (&args.containerd.socket.address, &args.containerd.namespace);
+    pub fn open(place: &Location, at: &ContainerdArgs) -> anyhow::Result<Self> {
         let opened = match place {
             Location::Dir(dir) => Ok(Self::of_dir(dir)),
             Location::File(path) => block_on(Self::of_file(path))?,
             Location::Ref(name) => block_on(async {
-                let containerd = Containerd::connect(socket, namespace).await?;
+                let containerd = Containerd::connect(&at.socket.address, &at.namespace).await?;
                 Self::of_image(&containerd, name).await
             })?,
         };
@@ -114,7 +113,7 @@ impl View {
         self.left.iter().map(|file| file.size).sum()
     }
 
-    fn of_dir(dir: &Path) -> Self {
+    pub fn of_dir(dir: &Path) -> Self {
         let CheckpointDir { image, layer, spec } = image::parts(dir);
         let spec = spec.and_then(|spec| read_at_most(&open_regular(&spec).ok()?, MOST).ok().flatten());
         Self {
@@ -134,6 +133,11 @@ impl View {
             name: name.to_owned(),
         })?;
         let index = Index::read(containerd, name, &target.digest).await?;
+        Self::of_index(containerd, name, index).await
+    }
+
+    /// The parts of the image are in the content store.
+    pub async fn of_index(containerd: &Containerd, name: &str, index: Index) -> Result<Self, ImageError> {
         let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
         let spec = index.part(media::SPEC).cloned().unwrap_or_default();
         let spec = containerd.content(&spec.digest, 0, MAX_JSON).await?;

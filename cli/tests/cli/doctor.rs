@@ -175,7 +175,7 @@ fn all_mistakes_in_the_configuration_are_shown_with_what_they_prevent() {
 #[test]
 fn a_mistake_refuses_what_goes_by_it() {
     let node = Node::new();
-    let plan = ["plan", "image", "--spec", "config.json"];
+    let plan = ["restore", "./image", "--dry-run", "--spec", "config.json"];
     node.configure("[pause]\ngpu-busy = \"never\"");
     assert_eq!(node.firn(&plan).status.code(), Some(0));
     node.configure("[restore]\npolicy = \"never\"");

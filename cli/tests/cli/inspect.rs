@@ -104,7 +104,7 @@ fn every_look_at_a_checkpoint_shows_that_its_memory_is_missing() {
     let looks: [&[&str]; 3] = [
         &["inspect", "image"],
         &["audit", "image", "--target", "inventory.json"],
-        &["plan", "image", "--spec", "config.json"],
+        &["restore", "./image", "--dry-run", "--spec", "config.json"],
     ];
     let seen = |how: &str, is_missing: bool| {
         for look in looks {
@@ -268,22 +268,20 @@ fn inspect_reads_tar_files_without_their_memory() {
     let shown = value(&node.firn(&["inspect", "kubelet.tar", "--json"]));
     assert_eq!(shown["sizes"]["files"], json!(5000));
     // It has the spec of its container.
-    assert_eq!(
-        value(&node.firn(&["plan", "kubelet.tar", "--json"]))["accepted"],
-        json!(true)
-    );
+    let dry_run = |file: &str, more: [&str; 3]| {
+        let words = ["restore", file, "--dry-run"];
+        node.firn(&[&words[..], &more[..]].concat())
+    };
+    let there = ["--inventory", "inventory.json", "--json"];
+    assert_eq!(value(&dry_run("kubelet.tar", there))["accepted"], json!(true));
     assert_eq!(
         value(&node.firn(&["audit", "kubelet.tar", "--json"]))["verdict"],
         "can"
     );
-    let without = node.firn(&["plan", "plain.tar"]);
+    let without = dry_run("plain.tar", there);
     assert!(text(&without).contains("FIRN-NO-SPEC"), "{without:?}");
-    assert_eq!(
-        node.firn(&["plan", "plain.tar", "--spec", "config.json"])
-            .status
-            .code(),
-        Some(0)
-    );
+    let with = dry_run("plain.tar", ["--spec", "config.json", "--json"]);
+    assert_eq!(with.status.code(), Some(0), "{with:?}");
 }
 
 #[test]

@@ -8,8 +8,8 @@ mod images;
 mod inspect;
 mod manifests;
 mod node;
-mod plan;
 mod ps;
+mod restore;
 mod store;
 mod terminal;
 
@@ -18,12 +18,11 @@ use node::{Node, text};
 #[test]
 fn wrong_usage_and_help() {
     let node = Node::new();
-    assert_eq!(node.firn(&["plan"]).status.code(), Some(2));
+    assert_eq!(node.firn(&["restore"]).status.code(), Some(2));
     assert_eq!(node.firn(&["images", "prune"]).status.code(), Some(2));
     assert_eq!(node.firn(&["thaw"]).status.code(), Some(2));
     for command in [
         "inspect",
-        "plan",
         "doctor",
         "restore",
         "ps",
@@ -52,7 +51,7 @@ fn a_command_that_fails_prints_why_as_json() {
         ("audit job --state nowhere", "no container"),
         ("inspect none.tar", "none.tar"),
         (
-            "plan image --spec config.json",
+            "restore ./image --dry-run --spec config.json",
             "cannot read the GPUs of this node",
         ),
         ("config check none.toml", "there is no none.toml"),
@@ -108,7 +107,7 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
     let output = node.firn(&["inspect", "image", "--json"]);
     harmless(&output);
     assert_eq!(node::value(&output)["manifest"]["gpus"][0]["name"], "x\u{202e}y");
-    let shown = harmless(&node.firn(&["plan", "image", "--spec", HOSTILE]));
+    let shown = harmless(&node.firn(&["restore", "./image", "--dry-run", "--spec", HOSTILE]));
     assert!(shown.contains(SHOWN), "{shown}");
 
     node.program("runc", &format!("printf '%s' '{HOSTILE}'"));

@@ -23,7 +23,7 @@ const LISTINGS: [(&str, &str); 10] = [
     ("images ls --no-containerd --state state", "NAMESPACE"),
     ("images du --no-containerd --state state", "GPU MEMORY"),
     ("inspect image -v", "Simulated"),
-    ("plan image --spec config.json -v", "verdict"),
+    ("restore ./image --dry-run --spec config.json", "verdict"),
     ("audit image -v", "verdict"),
     ("doctor", "FAIL"),
     ("store du --store store", "memory"),

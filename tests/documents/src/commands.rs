@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_command_line_ends_where_the_shell_takes_over() {
-        let text = "```console\n# firn plan d \\\n    --spec x > y\noutput\n$ firn audit 1   # one\n```\n\
+        let text = "```console\n# firn restore d \\\n    --spec x > y\noutput\n$ firn audit 1   # one\n```\n\
                     and `firn doctor`.\n";
         let page = Page::new("a.md", text);
         let words: Vec<_> = page
@@ -91,7 +91,7 @@ mod tests {
             .map(|at| (at.line, at.what.words.join(" ")))
             .collect();
         let expected = [
-            (2, "firn plan d --spec x"),
+            (2, "firn restore d --spec x"),
             (5, "firn audit 1"),
             (7, "firn doctor"),
         ];

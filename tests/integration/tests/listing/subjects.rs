@@ -7,6 +7,9 @@ use serde_json::Value;
 
 use super::{MIB, counter, host};
 
+/// The inventory of the node, as if it were another one.
+const HERE: &str = "/srv/inventory.json";
+
 /// Who made it, and what it holds, in each form.
 fn is_described(host: &GpuHost, what: &str) -> Result<Value> {
     let shown = host.firn(&["inspect", what, "--processes"])?;
@@ -38,6 +41,7 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
         let job = counter(host, "job", "0")?;
         // What ctr makes has the same manifest. First: ctr 1.7 fails if containerd has the spec already.
         job.checkpoint("checkpoint/ctr")?;
+        node.run(&["sh", "-c", &format!("firn-gpu inventory >{HERE}")])?;
         is_described(host, "checkpoint/ctr")?;
         for to in ["checkpoint/job", "/srv/job.tar", "/srv/image"] {
             host.firn(&["checkpoint", "job", to])?;
@@ -49,11 +53,19 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
             ensure!(is_dir || shown["image"] == IMAGE, "{to}: {}", shown["image"]);
             let audit = host.firn(&["audit", to])?;
             ensure!(audit["verdict"] == "can", "{to}: {audit}");
-            let (_, planned) = host.firn_shows(&["plan", to])?;
+            let dry_run = |more: [&str; 2]| {
+                let words = ["restore", to, "--dry-run"];
+                host.firn_shows(&[&words[..], &more[..]].concat())
+            };
+            let (_, given) = dry_run(["--inventory", HERE])?;
+            let (_, known) = dry_run(["--name", "twin"])?;
             if is_dir {
-                ensure!(planned["failure"]["code"] == "FIRN-NO-SPEC", "{planned}")
+                ensure!(given["failure"]["code"] == "FIRN-NO-SPEC", "{given}");
+                ensure!(known["failure"]["code"] == "FIRN-NO-CONTAINER", "{known}");
             } else {
-                ensure!(planned["map"][0]["new"] == *gpus[0], "{to}: {planned}")
+                for planned in [given, known] {
+                    ensure!(planned["map"][0]["new"] == *gpus[0], "{to}: {planned}");
+                }
             }
         }
         // The container itself.
@@ -61,7 +73,7 @@ pub fn every_form_of_a_checkpoint_is_looked_at(platform: Platform) -> Result<()>
         ensure!(status["containers"][0]["state"] == "running", "{status}");
         let refused = failure(node.run(&["firn", "inspect", "job"]))?;
         ensure!(refused.contains("hint: `firn ps job` shows it"), "{refused}");
-        let planned = host.firn(&["plan", "job"])?;
+        let planned = host.firn(&["restore", "job", "--dry-run", "--inventory", HERE])?;
         ensure!(
             planned["accepted"] == true && planned["map"][0]["new"] == *gpus[0],
             "{planned}"

@@ -36,11 +36,20 @@ pub fn what_depends_on_the_store_shows_it(platform: Platform) -> Result<()> {
         node.run(&[&gc[..], &["--unreferenced-since", "0s"]].concat())?;
         ensure!(count()? == 2, "gc has removed what is pinned");
 
+        node.run(&["sh", "-c", "firn-gpu inventory >/srv/inventory.json"])?;
+        let given = [
+            "firn",
+            "restore",
+            REF,
+            "--dry-run",
+            "--inventory",
+            "/srv/inventory.json",
+        ];
         let looks: [&[&str]; 6] = [
             &["firn", "inspect", DIR],
             &["firn", "inspect", REF],
             &["firn", "audit", DIR],
-            &["firn", "plan", REF],
+            &given,
             &["firn", "restore", REF, "--name", "copy", "--dry-run"],
             &["firn", "images", "ls"],
         ];
