@@ -36,7 +36,7 @@ const DUMP_DEFAULTS: &str = "ghost-limit 1024G\nskip-in-flight\n";
 /// removes at the end of the dump.
 const LINK_REMAP: &str = "link-remap";
 
-const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
+pub(crate) const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
 
 /// What CRIU is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -313,62 +313,6 @@ fn checked(path: &Path) -> Result<&str, CriuError> {
     })
 }
 
-/// Where CRIU's packages put plugins.
-pub const PLUGIN_DIRS: [&str; 6] = [
-    "/usr/lib/criu",
-    "/usr/local/lib/criu",
-    "/usr/lib/x86_64-linux-gnu/criu",
-    "/usr/lib64/criu",
-    "/usr/local/lib64/criu",
-    "/usr/libexec/criu",
-];
-
-const AMD_PLUGIN: &str = "amdgpu_plugin.so";
-
-/// CRIU has no plugin for AMD's GPUs, or the directory for it cannot be made.
-#[derive(Debug, thiserror::Error, Problem)]
-pub enum AmdPluginError {
-    /// The plugin does not exist.
-    #[error("CRIU's plugin for AMD's GPUs does not exist: {}", looked_at.display())]
-    #[problem(
-        "FIRN-AMD-PLUGIN",
-        "install CRIU's amdgpu plugin, or name it by [criu] amdgpu-plugin in the configuration"
-    )]
-    Missing { looked_at: PathBuf },
-    /// The directory for this plugin alone cannot be made.
-    #[error("cannot make {}", path.display())]
-    #[problem("FIRN-AMD-PLUGIN", MAKE_WRITABLE)]
-    Directory { path: PathBuf, source: io::Error },
-}
-
-/// The path of CRIU's plugin for AMD's GPUs: the configured one, else the first in `dirs`.
-pub fn amd_plugin(configured: Option<&Path>, dirs: &[&str]) -> Result<PathBuf, AmdPluginError> {
-    let found = match configured {
-        Some(plugin) => Some(plugin.to_owned()).filter(|plugin| plugin.is_file()),
-        None => dirs
-            .iter()
-            .map(|dir| Path::new(dir).join(AMD_PLUGIN))
-            .find(|plugin| plugin.is_file()),
-    };
-    found.ok_or_else(|| AmdPluginError::Missing {
-        looked_at: configured.map_or_else(|| dirs.join(", ").into(), Path::to_owned),
-    })
-}
-
-/// Makes a plugin directory in the bundle with the plugin for AMD's GPUs and no other. Safe to repeat.
-pub fn amd_plugins(
-    bundle: &Path,
-    configured: Option<&Path>,
-    dirs: &[&str],
-) -> Result<PathBuf, AmdPluginError> {
-    let plugin = amd_plugin(configured, dirs)?;
-    let dir = bundle.join(names::BUNDLE_AMD_LIBS);
-    match std::fs::create_dir_all(&dir).and_then(|()| make_link(&plugin, &dir.join(AMD_PLUGIN))) {
-        Ok(()) => Ok(dir),
-        Err(source) => Err(AmdPluginError::Directory { path: dir, source }),
-    }
-}
-
 /// Fills the bundle's plugin directory, which CRIU's configuration names for the container's whole life: with
 /// the plugins in the operator's directory `libs_dir`, if it exists, and with firn's own for inherited GPUs
 /// only if that is given, wherever it is. Safe to repeat.
@@ -398,7 +342,7 @@ fn set_plugins(bundle: &Path, libs_dir: Option<&Path>, plugin: Option<&Path>) ->
 }
 
 /// Safe to repeat.
-fn make_link(to: &Path, path: &Path) -> io::Result<()> {
+pub(crate) fn make_link(to: &Path, path: &Path) -> io::Result<()> {
     std::fs::remove_file(path).unless_absent()?;
     std::os::unix::fs::symlink(to, path)
 }

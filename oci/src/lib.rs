@@ -4,6 +4,7 @@
 //! that comes from inside a container is hostile until checked.
 #![forbid(unsafe_code)]
 
+pub mod amd;
 pub mod criu_config;
 pub mod criu_script;
 pub mod dev_repair;

@@ -1,6 +1,6 @@
 //! A refusal of each kind, for tests of the transaction and of the audit.
 
-use firn_oci::criu_config::AmdPluginError;
+use firn_oci::amd::AmdPluginError;
 use firn_remap::GrantError;
 
 use crate::{Connection, OtherEnd, Refusal, UnixKind, UnixSocket};

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use firn_host::Problem;
-use firn_oci::criu_config::AmdPluginError;
+use firn_oci::amd::AmdPluginError;
 use firn_remap::GrantError;
 
 use crate::{Connection, UnixSocket};

@@ -298,40 +298,6 @@ fn a_users_file_that_is_no_text_is_refused() {
 }
 
 #[test]
-fn the_plugin_for_amd_is_given_alone() {
-    let node = tempfile::tempdir().unwrap();
-    let at = |name: &str| node.path().join(name);
-    for name in [
-        "criu/amdgpu_plugin.so",
-        "criu/cuda_plugin.so",
-        "own/amdgpu_plugin.so",
-    ] {
-        std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
-        std::fs::write(at(name), "").unwrap();
-    }
-    let dirs = [at("none"), at("criu"), at("own")];
-    let dirs: Vec<&str> = dirs.iter().map(|dir| dir.to_str().unwrap()).collect();
-    let own = at("own/amdgpu_plugin.so");
-    for (configured, expected) in [
-        (None, at("criu/amdgpu_plugin.so")),
-        (Some(own.as_path()), own.clone()),
-    ] {
-        let dir = amd_plugins(node.path(), configured, &dirs).unwrap();
-        let entries: Vec<_> = std::fs::read_dir(&dir)
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .collect();
-        assert_eq!(entries, [dir.join("amdgpu_plugin.so")]);
-        assert_eq!(std::fs::read_link(&entries[0]).unwrap(), expected);
-    }
-    for configured in [None, Some(at("none/amdgpu_plugin.so"))] {
-        let error = amd_plugins(node.path(), configured.as_deref(), &dirs[..1]).unwrap_err();
-        assert_eq!(error.code(), "FIRN-AMD-PLUGIN");
-        assert!(error.to_string().contains("none"), "{error}");
-    }
-}
-
-#[test]
 fn paths_that_criu_would_misread_are_refused() {
     for bad in ["/a#b", "/a\"b", "/a\nleave-running", "/a\\b", "/a b"] {
         let config = CriuConfig::new(&spec(""), Path::new(bad), None);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use firn_host::procfs;
-use firn_oci::{OtherGpu, criu_config, other_gpu};
+use firn_oci::{OtherGpu, amd, other_gpu};
 use serde::{Deserialize, Serialize};
 
 use crate::finding::open_files;
@@ -36,7 +36,7 @@ pub(crate) fn by_vendor(pids: &[i32], part: &OtherVendors) -> Result<OtherGpus, 
         if !is_amd {
             return Ok(OtherGpus::Unused);
         }
-        return criu_config::amd_plugin(part.amdgpu_plugin.as_deref(), &criu_config::PLUGIN_DIRS)
+        return amd::plugin(part.amdgpu_plugin.as_deref(), &amd::PLUGIN_DIRS)
             .map(|_| OtherGpus::Amd)
             .map_err(Refusal::AmdPlugin);
     };

@@ -55,7 +55,7 @@ pub enum EffectError {
     #[error(transparent)]
     Runtime(#[from] UnfitRuntime),
     #[error(transparent)]
-    AmdPlugin(#[from] firn_oci::criu_config::AmdPluginError),
+    AmdPlugin(#[from] firn_oci::amd::AmdPluginError),
     #[error("its parent dump is in {parent}, and GPU memory cannot be dumped in parts")]
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },

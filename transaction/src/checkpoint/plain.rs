@@ -6,7 +6,7 @@ use std::time::Duration;
 use firn_config::{Config, Keys};
 use firn_host::procfs;
 use firn_host::{Chain, UnlessAbsent};
-use firn_oci::criu_config;
+use firn_oci::amd;
 use firn_preflight::{OtherGpus, is_outside_vfork};
 use firn_process::OrWarn;
 use firn_process::blocking::tidy;
@@ -38,10 +38,10 @@ fn plugins_for(container: &Container, others: OtherGpus) -> Result<Option<PathBu
         return Ok(None);
     }
     let config = Config::load(Keys::CRIU).map_err(CheckpointError::Config)?;
-    let plugins = criu_config::amd_plugins(
+    let plugins = amd::plugin_directory(
         &container.bundle,
         config.criu.amdgpu_plugin.as_deref(),
-        &criu_config::PLUGIN_DIRS,
+        &amd::PLUGIN_DIRS,
     );
     plugins
         .map(Some)

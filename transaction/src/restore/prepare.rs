@@ -11,7 +11,8 @@ use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
 use firn_image::manifest::{self, DumpFlags, Manifest, Memory, Verified};
 use firn_image::memory::call::{Request, Stored};
-use firn_oci::criu_config::{self, CriuConfig, Operation};
+use firn_oci::amd;
+use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::job_hook::{
     Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
 };
@@ -425,7 +426,7 @@ async fn plain_part(
     let criu = with_script(CriuConfig::of_criu(&spec, bundle));
     if spec.has_amd_gpus() && !is_firns {
         let plugin = config.criu.amdgpu_plugin.as_deref();
-        plain.plugins = criu_config::amd_plugins(bundle, plugin, &criu_config::PLUGIN_DIRS).or_log();
+        plain.plugins = amd::plugin_directory(bundle, plugin, &amd::PLUGIN_DIRS).or_log();
         if is_runc {
             let edited = edit::replace_other_gpus(&mut spec, &dev_repair::other_gpus_of_host())?;
             if !edited.is_empty() {
