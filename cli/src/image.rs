@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use firn_image::form::CheckpointDir;
+use firn_image::form::{CheckpointDir, FormError};
 use firn_image::manifest::{
     ImageError, ImageFile, Manifest, ManifestError, UntrustedDir, describe_images, is_of_image,
 };
@@ -172,7 +172,7 @@ fn names_driver(dir: &Path, images: &[ImageFile]) -> bool {
 }
 
 /// The parts of the checkpoint in a directory, which is taken for an image if there is none.
-pub fn parts(dir: &Path) -> CheckpointDir {
-    let found = CheckpointDir::find(dir).ok().flatten();
-    found.unwrap_or_else(|| CheckpointDir::of_image(dir))
+pub fn parts(dir: &Path) -> Result<CheckpointDir, FormError> {
+    let found = CheckpointDir::find(dir)?;
+    Ok(found.unwrap_or_else(|| CheckpointDir::of_image(dir)))
 }

@@ -32,7 +32,8 @@ struct Key {
 }
 
 pub fn run(args: &SignArgs) -> Result<bool> {
-    let CheckpointDir { image, layer, .. } = image::parts(&args.dir);
+    let CheckpointDir { image, layer, .. } =
+        image::parts(&args.dir).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
     let manifest =
         Manifest::read_with_bytes(&image).map_err(|error| anyhow::anyhow!("{}", ProblemLine(&error)))?;
     // Order matters: what is signed is what was compared with the image, whoever writes there meanwhile.

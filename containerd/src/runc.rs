@@ -66,6 +66,7 @@ pub struct CheckpointOptions {
     pub image_path: String,
     #[prost(string, tag = "9")]
     pub work_path: String,
+    /// Newer than the published messages.
     #[prost(string, tag = "10")]
     pub parent_path: String,
     /// Where large memory goes, as in the annotation `firn.dev/bulk`; empty: as the container has it.

@@ -20,6 +20,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chroot};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use firn_config::names;
 use firn_image::form;
 use flate2::bufread::MultiGzDecoder;
 use serde::Deserialize;
@@ -132,9 +133,11 @@ struct Target {
 impl Target {
     fn apart(&self, image: Blob, layer: Option<Blob>) -> Result<()> {
         self.directory(form::IMAGE)?;
-        self.untar(image, |path| match path {
-            [name] => Some(Path::new(form::IMAGE).join(name)),
-            _ => None,
+        self.untar(image, |path| {
+            Ok(match path {
+                [name] => Some(Path::new(form::IMAGE).join(name)),
+                _ => None,
+            })
         })?;
         let Some(mut layer) = layer else {
             return Ok(());
@@ -147,16 +150,20 @@ impl Target {
 
     fn archive(&self, archive: Blob) -> Result<()> {
         self.directory(form::IMAGE)?;
-        self.untar(archive, |path| match path {
-            [form::IMAGE, name] => Some(Path::new(form::IMAGE).join(name)),
-            [form::LAYER] => Some(PathBuf::from(form::LAYER)),
-            _ => None,
+        self.untar(archive, |path| {
+            Ok(match path {
+                // Who unpacks it with tar would find another image than this program.
+                [form::INVENTORY | names::MANIFEST] => bail!("the archive has two images"),
+                [form::IMAGE, name] => Some(Path::new(form::IMAGE).join(name)),
+                [form::LAYER] => Some(PathBuf::from(form::LAYER)),
+                _ => None,
+            })
         })
     }
 
     /// Unpacks the regular files of an archive that `place` has a place for. Others have none in an image
     /// directory; next to it in an archive they are reports.
-    fn untar(&self, blob: Blob, place: fn(&[&str]) -> Option<PathBuf>) -> Result<()> {
+    fn untar(&self, blob: Blob, place: fn(&[&str]) -> Result<Option<PathBuf>>) -> Result<()> {
         let mut source = BufReader::new(blob);
         let mut archive = Archive::new(self.cap.reader(decompressed(&mut source)?));
         for entry in archive.entries().context("it is no archive")? {
@@ -164,7 +171,7 @@ impl Target {
             let path = entry.path()?.into_owned();
             let shown = || format!("{} of the archive", path.display());
             self.cap.take(ENTRY).with_context(shown)?;
-            let Some(place) = place(&parts_of(&path).with_context(shown)?) else {
+            let Some(place) = place(&parts_of(&path).with_context(shown)?)? else {
                 continue;
             };
             ensure!(

@@ -1,8 +1,8 @@
-//! The form of a checkpoint in a directory: what every client's checkpoint is converted to before it is looked
-//! at, signed or restored.
+//! The form of a checkpoint in a directory: what every client's checkpoint is converted to before it is
+//! looked at, signed or restored.
 //!
-//! The directory is an image itself, with CRIU's files and firn.json. Or it has the parts of an archive of the
-//! kubelet:
+//! The directory is an image itself, with CRIU's files and firn.json. Or it has the parts of an archive of
+//! the kubelet:
 //!
 //! | part | what it is |
 //! |---|---|
@@ -10,14 +10,15 @@
 //! | `rootfs-diff.tar` | what the container had written; absent if that is nothing |
 //! | `spec.dump` | the container's spec; absent in what firn writes |
 //!
-//! Whoever looks at a directory decides by [`CheckpointDir::find`] which of both it is. So nobody inspects or
-//! signs one image while another one is restored.
+//! Whoever looks at a directory decides by [`CheckpointDir::find`] which of both it is. One that is both is
+//! refused: otherwise somebody inspects or signs one image while another one is restored.
 
+use std::fs::FileType;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
-use firn_host::Absent;
+use firn_host::{Absent, Problem};
 
 /// The image, in a directory with parts.
 pub const IMAGE: &str = "checkpoint";
@@ -45,6 +46,17 @@ pub struct CheckpointDir {
     pub spec: Option<PathBuf>,
 }
 
+/// Why a directory cannot be taken for a checkpoint.
+#[derive(Debug, thiserror::Error, Problem)]
+pub enum FormError {
+    #[error("{} is an image, and has another one in {IMAGE}", dir.display())]
+    #[problem("FIRN-IMAGE-CORRUPT", "move one of both into a directory of its own")]
+    Both { dir: PathBuf },
+    #[error("cannot look at {}", path.display())]
+    #[problem("FIRN-FILE", "see the cause")]
+    Look { path: PathBuf, source: io::Error },
+}
+
 impl CheckpointDir {
     /// A directory that is an image itself.
     pub fn of_image(dir: &Path) -> Self {
@@ -59,29 +71,31 @@ impl CheckpointDir {
     /// archive of anybody: links are not followed.
     ///
     /// # Errors
-    /// The directory cannot be looked at.
-    pub fn find(dir: &Path) -> io::Result<Option<Self>> {
-        if has_image(dir)? {
-            return Ok(Some(Self::of_image(dir)));
-        }
+    /// The directory cannot be looked at, or has both an image and the parts of a checkpoint.
+    pub fn find(dir: &Path) -> Result<Option<Self>, FormError> {
         let image = dir.join(IMAGE);
-        if !kind(&image)?.is_some_and(|kind| kind.is_dir()) || !has_image(&image)? {
-            return Ok(None);
+        let is_inside = kind(&image)?.is_some_and(|kind| kind.is_dir()) && has_image(&image)?;
+        match (has_image(dir)?, is_inside) {
+            (true, true) => Err(FormError::Both { dir: dir.to_owned() }),
+            (true, false) => Ok(Some(Self::of_image(dir))),
+            (false, false) => Ok(None),
+            (false, true) => {
+                let part = |name: &str| {
+                    let path = dir.join(name);
+                    Ok::<_, FormError>(kind(&path)?.map(|_| path))
+                };
+                Ok(Some(Self {
+                    layer: part(LAYER)?,
+                    spec: part(SPEC)?,
+                    image,
+                }))
+            }
         }
-        let part = |name: &str| {
-            let path = dir.join(name);
-            Ok::<_, io::Error>(kind(&path)?.map(|_| path))
-        };
-        Ok(Some(Self {
-            image,
-            layer: part(LAYER)?,
-            spec: part(SPEC)?,
-        }))
     }
 }
 
 /// Whether there are files of an image directly in a directory, also of one that is not complete.
-fn has_image(dir: &Path) -> io::Result<bool> {
+fn has_image(dir: &Path) -> Result<bool, FormError> {
     for name in [INVENTORY, names::MANIFEST] {
         if kind(&dir.join(name))?.is_some_and(|kind| kind.is_file()) {
             return Ok(true);
@@ -90,11 +104,14 @@ fn has_image(dir: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-fn kind(path: &Path) -> io::Result<Option<std::fs::FileType>> {
+fn kind(path: &Path) -> Result<Option<FileType>, FormError> {
     match path.symlink_metadata() {
         Ok(found) => Ok(Some(found.file_type())),
         Err(error) if error.is_absent() => Ok(None),
-        Err(error) => Err(error),
+        Err(source) => Err(FormError::Look {
+            path: path.to_owned(),
+            source,
+        }),
     }
 }
 
@@ -125,9 +142,12 @@ mod tests {
         assert_eq!(find(), Some(parts));
         // A dump that was cut off has no inventory, and is found for its manifest.
         fs::rename(image.join(INVENTORY), image.join(names::MANIFEST)).unwrap();
-        assert_eq!(find().map(|found| found.image), Some(image));
-        // Whoever adds an image to an archive is seen by everyone.
+        assert_eq!(find().map(|found| found.image), Some(image.clone()));
+        // Nobody adds an image to an archive that another one is looked at.
         fs::write(dir.join(INVENTORY), "").unwrap();
+        let both = CheckpointDir::find(&dir).unwrap_err();
+        assert_eq!(both.code(), "FIRN-IMAGE-CORRUPT");
+        fs::remove_dir_all(&image).unwrap();
         assert_eq!(find(), Some(CheckpointDir::of_image(&dir)));
     }
 

@@ -7,14 +7,17 @@
 //!                    +------------+-> not known: all stays as it is
 //! ```
 //!
-//! | known | the source | what was made of it |
+//! | known | the source | copies of its checkpoint |
 //! |---|---|---|
-//! | [`StaysHere`] | continues | is removed |
-//! | nothing | stays as it is | is kept, and named |
-//! | [`RunsElsewhere`] | ends, by [`EndProof::of_copy`](crate::end_proof::EndProof::of_copy) | is removed where nobody needs it |
+//! | [`StaysHere`] | may continue | may be removed |
+//! | nothing | stays as it is | are kept, and named |
+//! | [`RunsElsewhere`] | may end ([`EndProof`]) | may be removed where nobody needs them |
 //!
-//! `firn move`, `firn drain` and `firn checkpoint` do these by functions that take the proof. An answer "it was
-//! started" is none: a copy may die of the first thing that it does. So it is looked at again after a while.
+//! What resumes a source, or removes copies for `firn drain` and of a pod, takes the proof: whoever calls it
+//! names what is known. An answer "it was started" is no proof: a copy may die of the first thing that it
+//! does. So it is looked at again after a while.
+//!
+//! [`EndProof`]: crate::end_proof::EndProof
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -87,8 +90,8 @@ impl Transfer {
 pub struct StaysHere(());
 
 impl StaysHere {
-    /// It was checkpointed on its node, and nobody was asked to restore it.
-    pub fn checkpointed() -> Self {
+    /// Whatever was made of it is on its own node, and nobody was asked to restore it.
+    pub fn never_sent() -> Self {
         Self(())
     }
 
@@ -97,9 +100,9 @@ impl StaysHere {
         Self(())
     }
 
-    /// The copy has ended there by a failure.
-    pub fn died() -> Self {
-        Self(())
+    /// The copy has ended there, with this status; none: without an error, so that its work may be done.
+    pub fn died(status: u32) -> Option<Self> {
+        (status != 0).then_some(Self(()))
     }
 
     /// It was seen to run, after the last that could have ended it.
@@ -108,17 +111,14 @@ impl StaysHere {
     }
 }
 
-/// What is known of a workload after a request whose answer was lost, or was an error.
-pub enum Known {
-    StaysHere(StaysHere),
-    /// It is gone, or is about to be.
-    Ends,
-    Nothing,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copy_that_has_ended_well_proves_nothing() {
+        assert!(StaysHere::died(137).is_some() && StaysHere::died(0).is_none());
+    }
 
     #[test]
     fn a_source_stays_until_its_last_byte_is_sent() {

@@ -23,8 +23,8 @@ a file or directory has the name: then write ./NAME, or add --as ref.
 Exit status: 0 the container runs (with --dry-run: would be restored), 1 it was not restored and nothing of \
 it is left, 2 wrong usage.";
 
-/// Names of a container that containerd has to know, which go with no spec that is given.
-const GIVEN: [&str; 4] = ["name", "into", "dir", "explain"];
+/// Options of a restore through containerd, which go with no spec and no GPUs that are given.
+const GIVEN: [&str; 6] = ["name", "into", "dir", "explain", "work_dir", "log"];
 
 /// Restore a container from a checkpoint.
 ///

@@ -222,10 +222,10 @@ async fn checkpoint(
             let ended = source.end(proof, steps).await;
             ended.map_err(|error| error.with(place.shown()))
         }
-        Ok(None) => source.resume(StaysHere::checkpointed()).await,
+        Ok(None) => source.resume(StaysHere::never_sent()).await,
         Err(_) => {
             target.discard(&containerd).await;
-            let resumed = source.resume(StaysHere::checkpointed()).await;
+            let resumed = source.resume(StaysHere::never_sent()).await;
             // A shim that worked on may have put something there until then.
             target.discard(&containerd).await;
             resumed

@@ -11,7 +11,7 @@ use std::time::Duration;
 use firn_config::names;
 use firn_host::UnlessAbsent;
 use firn_host::durable::{self, NotOnDisk};
-use firn_image::form;
+use firn_image::form::{self, CheckpointDir};
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::{Durable, EndProof};
 use serde_json::json;
@@ -63,12 +63,17 @@ impl Target {
                     Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => false,
                     result => result.map(|()| true).map_err(made(&path))?,
                 };
+                let exists = |path: &Path| CheckpointError::Exists {
+                    what: path.display().to_string(),
+                };
+                // Order matters: next to another image nobody could restore this one.
+                if CheckpointDir::find(&path).map_err(ImageError::from)?.is_some() {
+                    return Err(exists(&path));
+                }
                 for name in [form::IMAGE, form::LAYER] {
                     let inside = path.join(name);
                     if inside.symlink_metadata().is_ok() {
-                        return Err(CheckpointError::Exists {
-                            what: inside.display().to_string(),
-                        });
+                        return Err(exists(&inside));
                     }
                 }
                 Ok(Self::Dir(path, is_new))
@@ -247,5 +252,37 @@ async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u6
             let layer = fs::metadata(path.join(form::LAYER)).map_or(0, |file| file.len());
             Ok(sizes.sum::<u64>() + layer)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::containerd::block_on;
+    use crate::containerd::fake::Fake;
+
+    #[test]
+    fn no_checkpoint_is_made_next_to_another_image() {
+        let fake = Fake::new(|call, _| panic!("{call}"));
+        let dir = tempfile::tempdir().unwrap();
+        let begin = || {
+            block_on(async {
+                let containerd = Containerd::connect(&fake.socket(), "default").await.unwrap();
+                let place = Location::Dir(dir.path().to_owned());
+                Target::begin(&containerd, &place).await.map(drop)
+            })
+            .unwrap()
+        };
+        begin().unwrap();
+        for name in [form::INVENTORY, "firn.json", form::LAYER] {
+            fs::write(dir.path().join(name), "").unwrap();
+            let refused = begin().unwrap_err();
+            assert!(
+                matches!(refused, CheckpointError::Exists { .. }),
+                "{name}: {refused}"
+            );
+            fs::remove_file(dir.path().join(name)).unwrap();
+        }
+        begin().unwrap();
     }
 }

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use firn_host::Chain;
-use firn_transaction::transfer::{Known, StaysHere};
+use firn_transaction::transfer::StaysHere;
 
 use super::copies::{Copies, OnTargets};
 use super::error::DrainError;
@@ -17,6 +17,14 @@ use crate::output::note;
 
 /// How long it is looked whether a pod ends.
 const UNSURE: Duration = Duration::from_secs(30);
+
+/// What is known of a job's pod.
+enum Known {
+    StaysHere(StaysHere),
+    /// It is gone, or is about to be.
+    Ends,
+    Nothing,
+}
 
 impl Drain {
     /// Ends the pod, if its disruption budget permits it.

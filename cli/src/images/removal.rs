@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use firn_config::{Config, Keys, names};
 use firn_host::{Absent, FileId, ProblemReport, UnlessAbsent};
-use firn_image::form;
+use firn_image::form::{self, CheckpointDir};
 use firn_image::manifest::{UntrustedDir, is_of_image};
 use firn_store::{Packing, Pin, Store};
 use firn_transaction::journal::Record;
@@ -206,7 +206,10 @@ impl Directory {
         if checkpoint.id != Some(FileId::of(&dir.itself().map_err(failed)?)) {
             return Err(other("it is another directory than the one that was listed"));
         }
-        let contents = Contents::of(dir, true).map_err(failed)?.map_err(foreign)?;
+        // An image itself has no other one inside.
+        let found = CheckpointDir::find(&dir.path()).map_err(|error| failed(io::Error::other(error)))?;
+        let has_parts = found.is_some_and(|found| found.image != dir.path());
+        let contents = Contents::of(dir, has_parts).map_err(failed)?.map_err(foreign)?;
         let name = name.to_owned();
         Ok(Self {
             parent,

@@ -3,6 +3,7 @@
 use std::io;
 
 use firn_host::Problem;
+use firn_image::form::FormError;
 
 use crate::containerd::CallError;
 
@@ -30,6 +31,8 @@ pub enum ImageError {
         "take the checkpoint from its origin again; it has nothing but CRIU's files, which are regular files"
     )]
     Entry { digest: String, source: io::Error },
+    #[error(transparent)]
+    Form(#[from] FormError),
     #[error(transparent)]
     #[problem("FIRN-CONTAINERD", "see containerd's log; --address names its socket")]
     Call(#[from] CallError),

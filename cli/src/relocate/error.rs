@@ -105,7 +105,7 @@ impl MoveError {
     pub fn stays_here(&self, transfer: &Transfer) -> Option<StaysHere> {
         match self {
             Self::Failed { .. } => Some(StaysHere::refused()),
-            Self::Died { .. } => Some(StaysHere::died()),
+            Self::Died { status, .. } => StaysHere::died(*status),
             Self::Unknown { .. } | Self::Finished { .. } => None,
             _ => transfer.stays_here(),
         }

@@ -98,7 +98,7 @@ async fn restore_new(
     own_cgroup(&mut spec, index, &id, &args.containerd.namespace)?;
     let mut restored = Restored::of_image(&id, index);
     if let Mode::DryRun(node) = mode {
-        let view = View::of_index(containerd, &args.from, index.clone()).await?;
+        let view = View::of_index(containerd, &args.from, index.clone(), &args.work_dir).await?;
         restored.plan = Some(Plan::of_view(node, spec, &view, &args.work_dir)?);
         return Ok(restored);
     }

@@ -51,7 +51,7 @@ pub async fn restore(
         ..Restored::default()
     };
     if let Mode::DryRun(node) = mode {
-        restored.plan = Some(Plan::of_view(node, spec, &View::of_dir(&dir), &dir)?);
+        restored.plan = Some(Plan::of_view(node, spec, &View::of_dir(&dir)?, &dir)?);
         return Ok(restored);
     }
     if !args.json {
@@ -76,7 +76,7 @@ pub async fn restore(
 fn found(dir: &Path) -> Result<PathBuf, RestoreError> {
     let found = dir.canonicalize();
     let dir = found.map_err(ImageError::file(format!("find {}", dir.display())))?;
-    let dir = image::parts(&dir).image;
+    let dir = image::parts(&dir).map_err(ImageError::from)?.image;
     if !dir.join(INVENTORY).is_file() {
         let name = INVENTORY.to_owned();
         return Err(DirError::Missing { dir, name }.into());

@@ -4,6 +4,7 @@ use std::io;
 
 use firn_config::ConfigError;
 use firn_host::{Problem, ProblemLine, ProblemReport};
+use firn_image::form::FormError;
 use firn_image::manifest::{ImageError as DirError, ManifestError};
 use firn_remap::AssignmentError;
 
@@ -61,7 +62,7 @@ pub enum RestoreError {
     #[error("the image directory {dir} does not name its container")]
     #[problem(
         "FIRN-RESTORE-NAME",
-        "add --into ID, the container to restore into; with --dry-run also --spec FILE"
+        "add --into ID, the container to restore into; or, for a dry run, --spec FILE"
     )]
     NoName { dir: String },
     #[error("container {id} was not restored, and its task may be left: {message}")]
@@ -139,12 +140,18 @@ impl RestoreError {
         !matches!(
             self,
             Self::Lock(_)
+                | Self::Busy { .. }
                 | Self::Interrupted { .. }
                 | Self::Signals(_)
                 | Self::Node(_)
                 | Self::Location(_)
                 | Self::Config(_)
-                | Self::Image(_)
+                | Self::Image(
+                    ImageError::NoImage { .. }
+                        | ImageError::File { .. }
+                        | ImageError::Form(FormError::Look { .. })
+                        | ImageError::Call(_)
+                )
                 | Self::Call(_)
         )
     }

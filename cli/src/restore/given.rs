@@ -90,8 +90,14 @@ fn of_container(
         Err(error) => return Ok(Err(RestoreError::Plan(error.into()))),
     };
     let manifest = if own.requests_gpu() {
-        let here = program::inventory(&node.config).context("cannot read the GPUs of this node")?;
-        match manifest_of(&own, &here) {
+        // Its GPUs are of this node, wherever it would be restored.
+        let read = node.is_there.then(|| program::inventory(&node.config));
+        let read = read.transpose().context("cannot read the GPUs of this node")?;
+        let here = match &read {
+            Some(here) => here,
+            None => node.inventory()?,
+        };
+        match manifest_of(&own, here) {
             Ok(manifest) => Some(manifest),
             Err(failure) => return Ok(Err(RestoreError::Plan(failure))),
         }

@@ -51,7 +51,7 @@ pub(super) async fn restore(
     gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
     let mut restored = Restored::of_image(&container.id, index);
     if let Mode::DryRun(node) = mode {
-        let view = View::of_index(containerd, &args.from, index.clone()).await?;
+        let view = View::of_index(containerd, &args.from, index.clone(), &args.work_dir).await?;
         restored.plan = Some(Plan::of_view(node, spec, &view, &args.work_dir)?);
         return Ok(restored);
     }

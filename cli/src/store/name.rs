@@ -54,7 +54,7 @@ enum NamingError {
 pub fn run(args: &NameArgs) -> Result<bool> {
     let CheckpointDir {
         image: dir, layer, ..
-    } = image::parts(&args.dir);
+    } = shown(image::parts(&args.dir))?;
     let manifest = shown(Manifest::read(&dir))?.ok_or_else(|| NamingError::NoImage { dir: dir.clone() });
     let manifest = manifest.map_err(ProblemReport::from)?;
     shown(manifest.verify_images(&dir))?;

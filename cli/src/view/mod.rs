@@ -11,10 +11,11 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use firn_config::names;
 use firn_containerd::Message;
 use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
-use firn_image::form::{self, CheckpointDir};
+use firn_image::form::{self, CheckpointDir, FormError};
 use firn_oci::Spec;
 
 use crate::archive::{Entry, FileSpan};
@@ -60,9 +61,7 @@ impl Subject {
         match (&place, <[PathBuf; 1]>::try_from(called)) {
             (Location::Ref(_), Ok([bundle])) => Self::Container(bundle),
             // A directory that only has the name of the container.
-            (Location::Dir(dir), Ok([bundle]))
-                if !CheckpointDir::find(dir).is_ok_and(|found| found.is_some()) =>
-            {
+            (Location::Dir(dir), Ok([bundle])) if matches!(CheckpointDir::find(dir), Ok(None)) => {
                 Self::Container(bundle)
             }
             _ => Self::Checkpoint(place),
@@ -90,7 +89,7 @@ pub struct View {
 impl View {
     pub fn open(place: &Location, at: &ContainerdArgs) -> anyhow::Result<Self> {
         let opened = match place {
-            Location::Dir(dir) => Ok(Self::of_dir(dir)),
+            Location::Dir(dir) => Self::of_dir(dir),
             Location::File(path) => block_on(Self::of_file(path))?,
             Location::Ref(name) => block_on(async {
                 let containerd = Containerd::connect(&at.socket.address, &at.namespace).await?;
@@ -113,10 +112,10 @@ impl View {
         self.left.iter().map(|file| file.size).sum()
     }
 
-    pub fn of_dir(dir: &Path) -> Self {
-        let CheckpointDir { image, layer, spec } = image::parts(dir);
+    pub fn of_dir(dir: &Path) -> Result<Self, ImageError> {
+        let CheckpointDir { image, layer, spec } = image::parts(dir)?;
         let spec = spec.and_then(|spec| read_at_most(&open_regular(&spec).ok()?, MOST).ok().flatten());
-        Self {
+        Ok(Self {
             what: format!("image {}", dir.display()),
             dir: image,
             left: Vec::new(),
@@ -124,7 +123,7 @@ impl View {
             spec: spec.and_then(|bytes| spec_of(&bytes)),
             written: layer.and_then(|layer| Some(layer.metadata().ok()?.len())),
             _work: None,
-        }
+        })
     }
 
     pub async fn of_image(containerd: &Containerd, name: &str) -> Result<Self, ImageError> {
@@ -133,22 +132,27 @@ impl View {
             name: name.to_owned(),
         })?;
         let index = Index::read(containerd, name, &target.digest).await?;
-        Self::of_index(containerd, name, index).await
+        Self::of_index(containerd, name, index, &std::env::temp_dir()).await
     }
 
-    /// The parts of the image are in the content store.
-    pub async fn of_index(containerd: &Containerd, name: &str, index: Index) -> Result<Self, ImageError> {
+    /// The parts of the image are in the content store; its small files go below `tmp`.
+    pub async fn of_index(
+        containerd: &Containerd,
+        name: &str,
+        index: Index,
+        tmp: &Path,
+    ) -> Result<Self, ImageError> {
         let checkpoint = index.part(media::CHECKPOINT).cloned().unwrap_or_default();
         let spec = index.part(media::SPEC).cloned().unwrap_or_default();
         let spec = containerd.content(&spec.digest, 0, MAX_JSON).await?;
         let bytes = Bytes::Blob(containerd, &checkpoint.digest, checkpoint.size);
-        let mut view = unpacked(name, &bytes, "").await?;
+        let mut view = unpacked(name, &bytes, "", tmp).await?;
         view.what = format!("image {name} of containerd");
         Ok(view.with_index(index, &spec))
     }
 
     async fn of_file(path: &Path) -> Result<Self, ImageError> {
-        let what = path.display().to_string();
+        let (what, tmp) = (path.display().to_string(), std::env::temp_dir());
         let failed = || ImageError::file(format!("open {what}"));
         let file = open_regular(path).map_err(failed())?;
         let length = file.metadata().map_err(failed())?.len();
@@ -170,12 +174,19 @@ impl View {
             let of = |media: &str| blob(index.part(media).map_or("", |part| &part.digest));
             let spec = all.content(&what, of(media::SPEC)?, MAX_JSON).await?;
             let FileSpan { from, length } = of(media::CHECKPOINT)?.place;
-            let view = unpacked(&what, &Bytes::File(&file, FileSpan { from, length }), "").await?;
+            let view = unpacked(&what, &Bytes::File(&file, FileSpan { from, length }), "", &tmp).await?;
             view.with_index(index, &spec)
         } else {
             let inside = format!("{}/", form::IMAGE);
             let is_archive = named(&format!("{inside}{}", form::INVENTORY)).is_some();
-            let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }).await?;
+            if is_archive
+                && [form::INVENTORY, names::MANIFEST]
+                    .iter()
+                    .any(|name| named(name).is_some())
+            {
+                return Err(FormError::Both { dir: path.to_owned() }.into());
+            }
+            let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }, &tmp).await?;
             if let Some(spec) = named(form::SPEC) {
                 view.spec = spec_of(&all.content(&what, spec, MAX_JSON).await?);
             }
@@ -203,8 +214,8 @@ fn spec_of(bytes: &[u8]) -> Option<Spec> {
 }
 
 /// The files of an image directory in an archive, whose names have this prefix.
-async fn unpacked(what: &str, archive: &Bytes<'_>, prefix: &str) -> Result<View, ImageError> {
-    let work = WorkDir::make(&std::env::temp_dir(), "firn-view")?;
+async fn unpacked(what: &str, archive: &Bytes<'_>, prefix: &str, tmp: &Path) -> Result<View, ImageError> {
+    let work = WorkDir::make(tmp, "firn-view")?;
     let (mut left, mut all) = (Vec::new(), 0);
     for entry in archive.list(what).await? {
         let Some(name) = entry.name.strip_prefix(prefix).filter(|name| !name.is_empty()) else {

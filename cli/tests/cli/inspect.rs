@@ -282,6 +282,15 @@ fn inspect_reads_tar_files_without_their_memory() {
     assert!(text(&without).contains("FIRN-NO-SPEC"), "{without:?}");
     let with = dry_run("plain.tar", ["--spec", "config.json", "--json"]);
     assert_eq!(with.status.code(), Some(0), "{with:?}");
+    // Who restores it by another way could find the other image.
+    node.write("archive/inventory.img", "");
+    pack(&node, "both.tar", &["-C", "archive", "."]);
+    for both in ["both.tar", "archive"] {
+        let refused = node.firn(&["inspect", both]);
+        assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+        let why = String::from_utf8_lossy(&refused.stderr);
+        assert!(why.starts_with("firn: FIRN-IMAGE-CORRUPT"), "{why}");
+    }
 }
 
 #[test]

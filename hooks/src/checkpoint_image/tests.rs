@@ -165,6 +165,7 @@ fn archives_that_are_wrong_are_refused_and_write_nothing_outside() {
             "no regular file",
         ),
         (vec![("checkpoint/a", EntryType::Char, "")], "no regular file"),
+        (vec![("inventory.img", FILE, "another image")], "two images"),
         (vec![("checkpoint/a", EntryType::Fifo, "")], "no regular file"),
         (
             vec![("rootfs-diff.tar", EntryType::Directory, "")],

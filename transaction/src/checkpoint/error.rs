@@ -89,7 +89,7 @@ pub enum EffectError {
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
     #[error("the container was killed")]
-    #[problem("FIRN-ENDED", "restore an earlier checkpoint, or start it again")]
+    #[problem("FIRN-ENDED", "start it again, or restore a checkpoint")]
     Killed,
     #[error(transparent)]
     Layer(#[from] LayerError),

@@ -154,7 +154,7 @@ pub enum NameError {
     )]
     Unpack { image: String, output: String },
     #[error("cannot look for checkpoint {path}: {reason}")]
-    #[problem("FIRN-RESTORE-FROM", "see that the directory can be read")]
+    #[problem("FIRN-RESTORE-FROM", "see what is in the directory, and that it can be read")]
     Unreadable { path: PathBuf, reason: String },
 }
 
@@ -291,7 +291,7 @@ fn in_directories(
         if (permit == Permit::Signature && !by_signature) || look(&dir)?.is_none() {
             continue;
         }
-        // A name may be a link: the operator made it. What is in the directory may come from an archive.
+        // What is in the directory may come from an archive.
         match in_directory(dir.join(name), String::new(), cap) {
             Err(NameError::Absent { path }) => drop(absent.get_or_insert(path)),
             found => return Ok((found?, permit)),
@@ -306,7 +306,14 @@ fn in_directory(path: PathBuf, origin: String, cap: Option<u64>) -> Result<Named
         reason,
     };
     let found = CheckpointDir::find(&path).map_err(|error| unreadable(&path, error.to_string()))?;
-    let CheckpointDir { image, layer, .. } = found.ok_or(NameError::Absent { path })?;
+    let Some(CheckpointDir { image, layer, .. }) = found else {
+        // A name may be a link: the operator made it. One that is being written hides no other checkpoint.
+        return Err(if path.exists() {
+            unreadable(&path, "it has no image of a checkpoint".to_owned())
+        } else {
+            NameError::Absent { path }
+        });
+    };
     if let Some(layer) = &layer
         && !look(layer)?.is_some_and(|found| found.is_file())
     {

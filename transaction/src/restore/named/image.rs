@@ -199,7 +199,12 @@ mod tests {
     #[tokio::test]
     async fn an_image_that_is_not_unpacked_leaves_nothing() {
         let image = "r.example/warm:1";
-        let (done, is_left) = by_hook("mkdir $4/checkpoint", image, false).await;
+        let (done, is_left) = by_hook(
+            "mkdir $4/checkpoint; echo >$4/checkpoint/inventory.img",
+            image,
+            false,
+        )
+        .await;
         let named = done.unwrap();
         assert!(named.image.ends_with("work/firn-checkpoint/checkpoint") && is_left);
         assert_eq!(named.chosen, Chosen::ByPod, "its content is not the operator's");
@@ -208,7 +213,12 @@ mod tests {
         let error = done.unwrap_err();
         assert_eq!((error.code(), is_left), ("FIRN-IMAGE-UNPACK", false), "{error}");
         let signed = "s.example/warm:1";
-        let (done, is_left) = by_hook("mkdir $4/checkpoint", signed, false).await;
+        let (done, is_left) = by_hook(
+            "mkdir $4/checkpoint; echo >$4/checkpoint/inventory.img",
+            signed,
+            false,
+        )
+        .await;
         let error = done.unwrap_err();
         assert_eq!(
             (error.code(), is_left),

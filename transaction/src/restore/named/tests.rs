@@ -214,6 +214,34 @@ fn found(wish: &Wish, config: &Config) -> Result<Named, NameError> {
 }
 
 #[test]
+fn a_name_without_an_image_is_refused_and_hides_no_other() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("ml/warm");
+    let image = dir.join("checkpoint");
+    let signed = root.path().join("_signed/warm");
+    fs::create_dir_all(&signed).unwrap();
+    fs::write(signed.join(INVENTORY), "").unwrap();
+    let named = || in_directories("warm", "ml", Some(root.path().to_owned()), true, None);
+    let expect_refused = || {
+        let refused = named().unwrap_err();
+        assert!(
+            matches!(&refused, NameError::Unreadable { path, .. } if *path == dir),
+            "{refused:?}"
+        );
+    };
+    assert_eq!(named().unwrap().0.image, signed, "there is no other one");
+    fs::create_dir_all(&dir).unwrap();
+    expect_refused();
+    symlink("/", &image).unwrap();
+    expect_refused();
+    fs::remove_file(&image).unwrap();
+    fs::create_dir(&image).unwrap();
+    expect_refused();
+    fs::write(image.join(INVENTORY), "").unwrap();
+    assert_eq!(named().unwrap().0.image, image);
+}
+
+#[test]
 fn the_operator_allows_namespaces_by_directories() {
     let root = tempfile::tempdir().unwrap();
     let mut config = Config::default();
@@ -228,21 +256,8 @@ fn the_operator_allows_namespaces_by_directories() {
     let dir = root.path().join("ml/warm");
     fs::create_dir(root.path().join("ml")).unwrap();
     assert_eq!(refused(&config), NameError::Absent { path: dir.clone() });
-    fs::create_dir(&dir).unwrap();
     let image = dir.join("checkpoint");
-    symlink("/", &image).unwrap();
-    assert_eq!(
-        refused(&config),
-        NameError::Absent { path: dir.clone() },
-        "a link"
-    );
-    fs::remove_file(&image).unwrap();
-    fs::create_dir(&image).unwrap();
-    assert_eq!(
-        refused(&config),
-        NameError::Absent { path: dir.clone() },
-        "no image in it"
-    );
+    fs::create_dir_all(&image).unwrap();
     fs::write(image.join(INVENTORY), "").unwrap();
     let named = |layer: Option<&str>| {
         Ok(Named {
@@ -260,6 +275,11 @@ fn the_operator_allows_namespaces_by_directories() {
     fs::write(dir.join(form::LAYER), "").unwrap();
     assert_eq!(found(&wish, &config), named(Some(form::LAYER)));
     fs::write(dir.join(INVENTORY), "").unwrap();
+    assert!(
+        matches!(refused(&config), NameError::Unreadable { .. }),
+        "two images"
+    );
+    fs::remove_dir_all(&image).unwrap();
     let whole = Named {
         origin: String::new(),
         image: dir.clone(),
