@@ -11,7 +11,6 @@ mod soak;
 mod supervise;
 mod test;
 mod tools;
-mod words;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -37,7 +36,6 @@ enum Cmd {
     Soak(soak::Cmd),
     GpuBundle(bundle::gpu::Cmd),
     SuiteBundle(bundle::suites::Cmd),
-    Words(words::Cmd),
 }
 
 fn main() -> ExitCode {
@@ -55,7 +53,6 @@ fn main() -> ExitCode {
         Cmd::Node(cmd) => node::run(cmd),
         Cmd::Soak(cmd) => supervised(|| soak::run(&cmd)),
         Cmd::GpuBundle(cmd) => bundle::gpu::run(cmd).map(|()| ExitCode::SUCCESS),
-        Cmd::Words(cmd) => words::run(&cmd),
         Cmd::SuiteBundle(cmd) => bundle::suites::run(cmd).map(|()| ExitCode::SUCCESS),
     };
     done.unwrap_or_else(|error| {

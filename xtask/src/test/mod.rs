@@ -4,6 +4,7 @@ mod failures;
 mod flaky;
 mod outcome;
 mod programs;
+mod spelling;
 mod summary;
 
 use std::fs;
@@ -25,12 +26,13 @@ use programs::Programs;
 
 /// Check and test what every commit has to pass, as CI does
 ///
-/// Formatting, lints, licences (where cargo-deny is installed), unit tests of all crates, spelling and words,
-/// the scripts of tests/gpu, and the suites that run containers in test nodes. With --all everything: all
-/// suites on all platforms, next to the stock shim, and the fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by
-/// default). tests/README.md lists what is left out without it. Needs root. The first run installs
-/// debootstrap and iproute2 with apt-get where they are missing, and makes two Debian roots in target/node
-/// from the mirror that apt is configured with. Nothing else of the host is changed.
+/// Formatting, lints, licences (where cargo-deny is installed), spelling (by typos, which pip installs where
+/// it is missing), unit tests of all crates, the scripts of tests/gpu, and the suites that run containers in
+/// test nodes. With --all everything: all suites on all platforms, next to the stock shim, and the fuzz
+/// targets (for $FIRN_FUZZ_SECONDS each, 6 by default). tests/README.md lists what is left out without it.
+/// Needs root. The first run installs debootstrap and iproute2 with apt-get where they are missing, and makes
+/// two Debian roots in target/node from the mirror that apt is configured with. Nothing else of the host is
+/// changed.
 #[derive(clap::Args)]
 pub struct Cmd {
     /// Leave out the suites that need test nodes
@@ -139,7 +141,7 @@ impl Lane {
 impl Plan {
     /// Without `cmd`'s options: with the suites, and without what only a run of all has.
     fn new(cmd: &Cmd) -> Result<Self> {
-        let (tests, built) = (Programs::default(), Programs::default());
+        let tests = Programs::default();
         let mut first = vec![
             Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
             Check::new("format of the fuzz targets", |out| {
@@ -149,13 +151,11 @@ impl Plan {
             Check::new("advisories", advisories),
             Check::new("lints", |out| cargo(out, &LINTS)),
             tests.build("build of the tests", &["test", "--no-run"]),
-            built.build("build of the programs", &["build"]),
+            Programs::default().build("build of the programs", &["build"]),
         ];
         let others = vec![
             programs::unit_tests(&tests, &SUITES),
-            Check::new("words", move |out| {
-                through(built.named("firn-words")?.command(), out)
-            }),
+            Check::new("spelling", spelling::check),
             Check::new("scripts for GPU machines", scripts),
         ];
         if cmd.fast {
