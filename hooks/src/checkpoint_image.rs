@@ -20,7 +20,6 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chroot};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_config::names;
 use firn_image::form;
 use flate2::bufread::MultiGzDecoder;
 use serde::Deserialize;
@@ -153,7 +152,7 @@ impl Target {
         self.untar(archive, |path| {
             Ok(match path {
                 // Who unpacks it with tar would find another image than this program.
-                [form::INVENTORY | names::MANIFEST] => bail!("the archive has two images"),
+                [name] if form::MARKS.contains(name) => bail!("the archive has two images"),
                 [form::IMAGE, name] => Some(Path::new(form::IMAGE).join(name)),
                 [form::LAYER] => Some(PathBuf::from(form::LAYER)),
                 _ => None,

@@ -35,6 +35,9 @@ pub const INVENTORY: &str = "inventory.img";
 /// Files without which an image cannot be restored; CRIU writes both at the end of a dump.
 pub const LAST: [&str; 2] = [INVENTORY, "pstree.img"];
 
+/// Files of which one shows that a directory is an image, also one that is not complete.
+pub const MARKS: [&str; 2] = [INVENTORY, names::MANIFEST];
+
 /// A checkpoint in a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointDir {
@@ -96,7 +99,7 @@ impl CheckpointDir {
 
 /// Whether there are files of an image directly in a directory, also of one that is not complete.
 fn has_image(dir: &Path) -> Result<bool, FormError> {
-    for name in [INVENTORY, names::MANIFEST] {
+    for name in MARKS {
         if kind(&dir.join(name))?.is_some_and(|kind| kind.is_file()) {
             return Ok(true);
         }

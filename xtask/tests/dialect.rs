@@ -4,9 +4,9 @@
     reason = "a source that cannot be read is a test that fails"
 )]
 
+mod tree;
+
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::{Path, PathBuf};
 
 /// Functions that still take tuples, until a transaction has an owner (issue 29): so many in each file.
 const LEFT: [(&str, usize); 1] = [
@@ -25,25 +25,9 @@ fn sources() -> Vec<(String, String)> {
         .collect()
 }
 
-/// Files of the workspace with this extension, relative to its root, with their text. This one is left out.
+/// Files of the workspace with this extension. This one is left out.
 fn files(extension: &str) -> Vec<(String, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let mut found = Vec::new();
-    let mut open: Vec<PathBuf> = vec![root.to_owned()];
-    while let Some(path) = open.pop() {
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        if path.is_dir() && !SKIPPED.contains(&&*name) {
-            open.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
-        } else if path.extension().is_some_and(|has| has == extension) && name != "dialect.rs" {
-            let relative = path.strip_prefix(root).unwrap().display().to_string();
-            found.push((relative, fs::read_to_string(&path).unwrap()));
-        }
-    }
-    found
+    tree::files(&[extension], &SKIPPED, "xtask/tests/dialect.rs")
 }
 
 /// The parameters of each function, `name: type`.

@@ -5,9 +5,9 @@
     reason = "a file that cannot be read is a test that fails"
 )]
 
+mod tree;
+
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
 
 /// Words and phrases, each with what is written instead.
 const BANNED: [(&[&str], &str); 14] = [
@@ -76,36 +76,9 @@ const SKIPPED: [&str; 8] = [
 /// This file.
 const OWN: &str = "xtask/tests/words.rs";
 
-/// Files with text, relative to the workspace, with their text.
+/// Files with text.
 fn files() -> Vec<(String, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let (mut found, mut open) = (Vec::new(), vec![root.to_owned()]);
-    while let Some(path) = open.pop() {
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
-        let kind = path.symlink_metadata().unwrap().file_type();
-        if kind.is_dir() && !SKIPPED.contains(&&*name) {
-            let entries = fs::read_dir(&path).unwrap();
-            open.extend(entries.map(|entry| entry.unwrap().path()));
-        } else if kind.is_file() && has_text(&path) {
-            let relative = path.strip_prefix(root).unwrap().display().to_string();
-            if relative != OWN {
-                found.push((relative, fs::read_to_string(&path).unwrap()));
-            }
-        }
-    }
-    found.sort();
-    found
-}
-
-fn has_text(path: &Path) -> bool {
-    let extension = path.extension().unwrap_or_default();
-    ["md", "rs", "toml", "sh", "py"]
-        .iter()
-        .any(|text| extension == *text)
+    tree::files(&["md", "rs", "toml", "sh", "py"], &SKIPPED, OWN)
 }
 
 /// The words of a text in lower case, each with the number of its line.

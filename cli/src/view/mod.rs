@@ -11,7 +11,6 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use firn_config::names;
 use firn_containerd::Message;
 use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
@@ -179,11 +178,7 @@ impl View {
         } else {
             let inside = format!("{}/", form::IMAGE);
             let is_archive = named(&format!("{inside}{}", form::INVENTORY)).is_some();
-            if is_archive
-                && [form::INVENTORY, names::MANIFEST]
-                    .iter()
-                    .any(|name| named(name).is_some())
-            {
+            if is_archive && form::MARKS.iter().any(|name| named(name).is_some()) {
                 return Err(FormError::Both { dir: path.to_owned() }.into());
             }
             let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }, &tmp).await?;
