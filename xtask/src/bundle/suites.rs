@@ -19,7 +19,7 @@ use crate::tools::cargo;
 use crate::workspace;
 
 /// Parts of a root that tests do not need.
-const LEFT_OUT: [&str; 28] = [
+const LEFT_OUT: [&str; 26] = [
     "./usr/share/doc/*",
     "./usr/share/man/*",
     "./usr/share/info/*",
@@ -43,8 +43,6 @@ const LEFT_OUT: [&str; 28] = [
     "./usr/lib/x86_64-linux-gnu/systemd/libsystemd-core-*",
     "./usr/lib/x86_64-linux-gnu/libapt-pkg.so*",
     "./usr/lib/x86_64-linux-gnu/libcrun.a",
-    "./usr/lib/x86_64-linux-gnu/perl*",
-    "./usr/bin/perl*",
     "./usr/bin/sqv",
     "./var/cache/*",
     "./var/lib/apt/lists/*",
