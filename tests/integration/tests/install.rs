@@ -242,9 +242,12 @@ fn containerd_is_restarted_by_systemd(platform: Platform) -> Result<()> {
         let mut waits = waits.args(["uninstall", "--wait", "--restart"]).spawn()?;
         std::thread::sleep(Duration::from_secs(2));
         ensure!(waits.try_wait()?.is_none(), "it has not waited");
-        job.remove()?;
-        ensure!(waits.wait()?.success(), "it has failed");
+        // Order matters: containerd is restarted once the shim has gone, maybe before it has answered.
+        let _ = job.task(&["delete", "--force"]);
+        let ended = wait_for("the end of uninstall", LIMIT, || Ok(waits.try_wait()?))?;
+        ensure!(ended.success(), "it has failed");
         serves()?;
+        job.remove()?;
         ensure!(!has_handler(host)?, "the handler is still there");
         node.run(&["systemctl", "stop", "containerd"])?;
         Ok(())
