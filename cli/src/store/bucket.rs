@@ -18,7 +18,7 @@ use futures_util::TryStreamExt;
 use object_store::aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::client::ClientConfigKey;
 use object_store::path::Path;
-use object_store::{BackoffConfig, ObjectStore, ObjectStoreExt, RetryConfig};
+use object_store::{BackoffConfig, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig};
 use tokio::runtime::Runtime;
 
 use super::origin::{Fault, Origin};
@@ -165,11 +165,7 @@ impl Bucket {
         let objects = Objects::connect(url)?;
         let description = match objects.description()? {
             Some(description) => description,
-            None => {
-                let new = Description::random(packing)?;
-                objects.put(Description::NAME, new.to_bytes(DirPath::new(url))?)?;
-                new
-            }
+            None => objects.describe(&Description::random(packing)?)?,
         };
         Self::described(objects, &description, packing)
     }
@@ -271,6 +267,29 @@ impl Objects {
         let bytes = self.get(Description::NAME, Description::MAX_BYTES)?;
         let read = |bytes: Vec<u8>| Description::from_bytes(&bytes, DirPath::new(&self.url));
         Ok(bytes.map(read).transpose()?)
+    }
+
+    /// Writes the description where there is none, and returns the one that is there: another push may have made
+    /// the store since this one looked.
+    fn describe(&self, new: &Description) -> Result<Description, BucketError> {
+        use object_store::Error::{AlreadyExists, NotImplemented};
+        let path = Description::NAME;
+        let location = self.location(path);
+        let bytes = PutPayload::from(new.to_bytes(DirPath::new(&self.url))?);
+        let put = async {
+            let mode = PutMode::Create.into();
+            match self.objects.put_opts(&location, bytes.clone(), mode).await {
+                Err(AlreadyExists { .. }) => Ok(()),
+                // The environment has AWS_CONDITIONAL_PUT=disabled.
+                Err(NotImplemented { .. }) => self.objects.put(&location, bytes).await.map(drop),
+                written => written.map(drop),
+            }
+        };
+        let written = self.call("write", path, put)?;
+        let described = written.map(|()| self.description()).transpose()?.flatten();
+        described.ok_or_else(|| BucketError::NoBucket {
+            url: self.url.clone(),
+        })
     }
 
     /// Of an object, if it is there.

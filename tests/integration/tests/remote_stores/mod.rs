@@ -397,6 +397,43 @@ fn a_push_that_was_cut_off_goes_on() -> Result<()> {
     lab.pull().map(drop)
 }
 
+/// Two nodes push into an empty bucket at once: both have seen that there is no store.
+fn two_first_pushes_make_one_store() -> Result<()> {
+    const DESCRIPTION: &str = "firn-store.json";
+    let lab = Lab::new()?;
+    lab.proxy.set(Some(Fault {
+        method: "PUT",
+        path: DESCRIPTION,
+        after: 0,
+        times: 1,
+        how: How::Slow(Duration::from_secs(5)),
+    }));
+    let late = lab.command("a", &["push", URL])?.stdout(Stdio::piped()).spawn()?;
+    wait_for("the description that is late", SOON, || {
+        let mut puts = lab.proxy.done("PUT").into_iter();
+        Ok(puts.any(|path| path.contains(DESCRIPTION)).then_some(()))
+    })?;
+    let mut direct = lab.command("a", &["push", URL])?;
+    direct.env("AWS_ENDPOINT_URL", format!("http://{}", lab.gateway.address));
+    let output = direct.output()?;
+    ensure!(output.status.success(), "{}", all(&output));
+    let description = || fs::read(lab.gateway.file(OBJECTS).join(DESCRIPTION));
+    let first = description()?;
+
+    let output = late.wait_with_output()?;
+    ensure!(output.status.success(), "{}", all(&output));
+    ensure!(description()? == first, "the store has another description");
+    lab.pull().map(drop)
+}
+
+fn an_object_store_without_conditions_is_used() -> Result<()> {
+    let lab = Lab::new()?;
+    let mut push = lab.command("a", &["push", URL])?;
+    let output = push.env("AWS_CONDITIONAL_PUT", "disabled").output()?;
+    ensure!(output.status.success(), "{}", all(&output));
+    lab.pull().map(drop)
+}
+
 fn errors_are_repeated_and_then_reported() -> Result<()> {
     let lab = Lab::new()?;
     lab.proxy.set(extents("PUT", 3, 6, How::Error));
@@ -496,6 +533,8 @@ pub(crate) fn suite() -> matrix::Suite {
         what_is_no_store_is_left_alone,
         an_extent_that_was_lost_is_pushed_again,
         a_push_that_was_cut_off_goes_on,
+        two_first_pushes_make_one_store,
+        an_object_store_without_conditions_is_used,
         errors_are_repeated_and_then_reported,
         a_slow_and_breaking_connection_brings_everything,
         wrong_bytes_are_refused,
