@@ -271,7 +271,6 @@ fn a_cuda_process_started_by_exec_is_refused(platform: Platform) -> Result<()> {
     })
 }
 
-/// Starts a program in a container that outlives its client.
 /// Starts a sleep by exec in the container, and waits until it sleeps.
 fn exec_sleep(job: &Container<'_>, host: &GpuHost) -> Result<()> {
     let exec = ["ctr", "tasks", "exec", "--detach", "--exec-id", "shell", job.id()];
