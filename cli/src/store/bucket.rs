@@ -269,8 +269,8 @@ impl Objects {
         Ok(bytes.map(read).transpose()?)
     }
 
-    /// Writes the description where there is none, and returns the one that is there: another push may have made
-    /// the store since this one looked.
+    /// Writes the description where there is none, and returns the one that is there: another push may have
+    /// made the store since this one looked.
     fn describe(&self, new: &Description) -> Result<Description, BucketError> {
         use object_store::Error::{AlreadyExists, NotImplemented};
         let path = Description::NAME;
