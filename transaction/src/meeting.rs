@@ -35,9 +35,34 @@ impl Meeting {
     /// The longest time that one may work between two joins: more than any of its deadlines. Those end each
     /// participant by itself; this is the end of the meeting if one does not keep them.
     pub fn limit(deadlines: &Deadlines) -> Duration {
-        let before = deadlines.prepare + deadlines.discover + 2 * deadlines.look;
-        let driver = deadlines.gpu_lock + deadlines.freeze + deadlines.gpu_checkpoint;
-        before + driver + 3 * deadlines.criu_dump
+        // Every field by its name, so that none is forgotten.
+        let Deadlines {
+            inventory,
+            discover,
+            look,
+            freeze,
+            gpu_lock,
+            gpu_checkpoint,
+            hold,
+            criu_dump,
+            prepare,
+            worker_end,
+            // After its last join.
+            resumed: _,
+            failed: _,
+            gpu_unlock: _,
+            rollback: _,
+            end: _,
+            // Of a restore, and of a resume.
+            verify: _,
+            restored: _,
+            criu_restore: _,
+            gpu_restore: _,
+            gpu_wait: _,
+        } = *deadlines;
+        let before = prepare + inventory + discover + 2 * look;
+        let driver = gpu_lock + freeze + hold + gpu_checkpoint + worker_end;
+        before + driver + 3 * criu_dump
     }
 
     /// Joins for the `nth` time, the first being 1, and waits until all have. False if one has given up

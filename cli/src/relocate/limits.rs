@@ -28,20 +28,40 @@ impl Limits {
     }
 
     fn of(deadlines: &Deadlines) -> Self {
-        let Deadlines { look, criu_dump, .. } = *deadlines;
-        let driver =
-            deadlines.gpu_lock + deadlines.gpu_checkpoint + deadlines.gpu_restore + deadlines.gpu_unlock;
-        let hooks = deadlines.prepare + deadlines.resumed;
+        // Every field by its name, so that none is forgotten.
+        let Deadlines {
+            inventory,
+            discover,
+            look,
+            verify,
+            freeze,
+            gpu_lock,
+            gpu_checkpoint,
+            hold,
+            criu_dump,
+            prepare,
+            resumed,
+            restored,
+            failed,
+            gpu_wait: _, // Of a resume.
+            criu_restore,
+            gpu_restore,
+            gpu_unlock,
+            rollback,
+            end,
+            worker_end,
+        } = *deadlines;
+        let driver = discover + gpu_lock + hold + gpu_checkpoint;
+        let back = rollback + gpu_restore + gpu_unlock + worker_end;
         // The dump, its checksums, and the same again for containerd, which copies it.
-        let dump = 2 * look + deadlines.freeze + 3 * criu_dump;
-        // The image is unpacked, compared and restored.
-        let restore = 2 * look + 2 * deadlines.verify + deadlines.criu_restore;
-        let there = deadlines.gpu_restore + deadlines.gpu_unlock + deadlines.restored + deadlines.end;
+        let dump = 2 * look + freeze + 3 * criu_dump;
+        let there = hold + gpu_restore + gpu_unlock + restored + end + worker_end;
         Self {
-            look: deadlines.inventory + look + MARGIN,
-            checkpoint: driver + hooks + dump + deadlines.rollback + MARGIN,
-            restore: deadlines.inventory + restore + there + MARGIN,
-            end: deadlines.end + MARGIN,
+            look: inventory + look + MARGIN,
+            checkpoint: prepare + driver + dump + back + resumed + failed + MARGIN,
+            // The image is unpacked, compared and restored.
+            restore: inventory + 2 * look + 2 * verify + criu_restore + there + MARGIN,
+            end: end + MARGIN,
         }
     }
 }
@@ -62,7 +82,7 @@ mod tests {
         let all = Deadlines::default();
         let limits = Limits::of(&all);
         assert!(limits.look > all.inventory);
-        assert!(limits.checkpoint > all.gpu_checkpoint + 2 * all.criu_dump + all.rollback);
+        assert!(limits.checkpoint > all.discover + all.gpu_checkpoint + 3 * all.criu_dump + all.rollback);
         assert!(limits.restore > all.verify + all.criu_restore + all.gpu_restore + all.restored);
         assert!(limits.end > all.end);
         assert!(limits.restore < Duration::from_secs(3 * 3600), "for ever");
