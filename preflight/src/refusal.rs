@@ -230,15 +230,46 @@ pub enum Refusal {
 impl Refusal {
     /// Whether CRIU is the reason, and the driver would not mind.
     pub(crate) fn is_crius(&self) -> bool {
-        matches!(
-            self,
-            Self::IoUring { .. }
-                | Self::ProtectionKey { .. }
-                | Self::Rdma { .. }
-                | Self::InheritedGpu { .. }
-                | Self::LeakedGpu { .. }
-                | Self::Vfork { .. }
-        )
+        match self {
+            Self::AmdPlugin(_)
+            | Self::CudaExec { .. }
+            | Self::Exec { .. }
+            | Self::IoUring { .. }
+            | Self::ProtectionKey { .. }
+            | Self::Rdma { .. }
+            | Self::InheritedGpu { .. }
+            | Self::LeakedGpu { .. }
+            | Self::Vfork { .. }
+            | Self::CriuLink { .. }
+            | Self::Connections { .. }
+            | Self::UnixSockets { .. }
+            | Self::UnixSocketsKept { .. }
+            | Self::UnixSocketsUnseen { .. }
+            | Self::UnixSocketsPlugin { .. }
+            | Self::ExternalMount { .. }
+            | Self::TooManyMounts { .. }
+            | Self::ExternalStream { .. } => true,
+            Self::NoCheckpointApi { .. }
+            | Self::ByHook
+            | Self::Grant(_)
+            | Self::Mig { .. }
+            | Self::MixedGpus { .. }
+            | Self::UnknownGpu { .. }
+            | Self::ManagedMemory { .. }
+            | Self::RefusedBefore { .. }
+            | Self::Mps { .. }
+            | Self::Imex { .. }
+            | Self::Nccl { .. }
+            | Self::Held { .. }
+            | Self::KeptGpu { .. }
+            | Self::DeviceHeld { .. }
+            | Self::PeerAccess { .. }
+            | Self::SharingLibrary { .. }
+            | Self::Ipc { .. }
+            | Self::CgroupMemory { .. }
+            | Self::HostMemory { .. }
+            | Self::Space { .. } => false,
+        }
     }
 }
 

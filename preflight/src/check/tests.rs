@@ -87,6 +87,7 @@ fn codes(root: &Path, workload: &Workload) -> Vec<String> {
 
 #[test]
 fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
+    const CRIUS: [&str; 3] = ["FIRN-IO-URING", "FIRN-RDMA", "FIRN-GPU-FD"];
     let (first, second) = (Sleep::start(), Sleep::start());
     let (one, two) = (first.pid(), second.pid());
     let table: [(&[Shown<'_>], &[i32], &[&str]); 12] = [
@@ -121,6 +122,17 @@ fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
             ..Workload::default()
         };
         assert_eq!(codes(root.path(), &workload), expected, "{processes:?}");
+        // What CRIU alone cannot dump does not refuse a pause.
+        let pause = Workload {
+            pause: true,
+            ..workload
+        };
+        let expected: Vec<_> = expected
+            .iter()
+            .copied()
+            .filter(|code| !CRIUS.contains(code))
+            .collect();
+        assert_eq!(codes(root.path(), &pause), expected, "a pause: {processes:?}");
     }
 }
 
@@ -306,6 +318,28 @@ fn a_driver_without_checkpoint_and_divided_gpus_are_no_matter_without_state() {
     annotations.insert("firn.dev/hook-prepare".to_owned(), json!("exec: /x"));
     let found = check_node(&node, Some(&released)).accepted().unwrap();
     assert_eq!(found.gpus, node.gpus);
+}
+
+#[test]
+fn the_fixtures_have_every_kind_of_refusal() {
+    let (code, fixtures) = (include_str!("../refusal.rs"), include_str!("../fixtures.rs"));
+    let (_, body) = code.split_once("pub enum Refusal {").unwrap();
+    let (body, _) = body.split_once("\n}\n").unwrap();
+    let names = body.lines().filter_map(|line| {
+        let line = line.strip_prefix("    ")?;
+        let name = line.split(|letter: char| !letter.is_alphanumeric()).next()?;
+        name.starts_with(|letter: char| letter.is_ascii_uppercase())
+            .then_some(name)
+    });
+    let names: Vec<_> = names.collect();
+    assert!(names.len() > 30, "the refusals are elsewhere: {names:?}");
+    let missing = |name: &&str| ![" {", "(", ","].iter().any(|end| has(fixtures, name, end));
+    let missing: Vec<_> = names.into_iter().filter(missing).collect();
+    assert!(missing.is_empty(), "fixtures.rs lacks {missing:?}");
+}
+
+fn has(fixtures: &str, name: &str, end: &str) -> bool {
+    fixtures.contains(&format!("Refusal::{name}{end}"))
 }
 
 #[test]
