@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::case::{Case, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Victim};
 use super::disk::Failing;
+use super::rules::Halt;
 use super::stalls::{Since, Stall};
 use super::testbed::{Call, ID};
 use super::victims::{fill_dev, kill, kill_counter};
@@ -431,25 +432,17 @@ impl<'h> Arming<'_, 'h> {
 
     fn kill(&self, injection: &mut Injection<'_>, victim: Victim) -> Result<()> {
         injection.strike = Strike::Kill(victim);
-        match self.at.phase {
-            Phase::CriuDump => self.moment(Moment::PreDump, "hold")?,
-            Phase::CriuRestore => self.moment(Moment::PreResume, "hold")?,
-            Phase::CopyMemory | Phase::FillMemory => self.copy()?,
-            Phase::Prepare => self.order("worker", "hold")?,
-            Phase::Parked => injection.point = Point::None,
-            Phase::Sync
-            | Phase::End
-            | Phase::Grant
-            | Phase::Continue
-            | Phase::PrepareHook
-            | Phase::ResumedHook
-            | Phase::RestoredHook
-            | Phase::RestoreRollback
-            | Phase::CheckpointRollback => {
+        match self.at.phase.halt() {
+            Halt::Dump => self.moment(Moment::PreDump, "hold")?,
+            Halt::Restore => self.moment(Moment::PreResume, "hold")?,
+            Halt::Copy => self.copy()?,
+            Halt::Worker => self.order("worker", "hold")?,
+            Halt::None => injection.point = Point::None,
+            Halt::Shim => {
                 self.host.node().write(HOLD_PHASE, self.at.phase.to_string())?;
                 injection.point = Point::Held;
             }
-            _ => {
+            Halt::Driver => {
                 // Who dies with its call in the driver dies in the worst moment.
                 let stuck = matches!(victim, Victim::Worker | Victim::Shim);
                 let action = if stuck {

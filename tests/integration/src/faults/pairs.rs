@@ -10,6 +10,7 @@ use super::case::{
     Case, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Subject, Victim, all, faults,
 };
 use super::random::Random;
+use super::rules::Halt;
 
 /// Pairs that have not been drawn yet.
 pub struct Pairs {
@@ -169,15 +170,6 @@ impl Case {
 
     fn after(&self) -> After {
         let FaultAt { phase, fault } = self.first;
-        let refused = matches!(
-            phase,
-            Phase::PrepareHook
-                | Phase::Inspect
-                | Phase::Prepare
-                | Phase::ResumedHook
-                | Phase::End
-                | Phase::RestoreRollback
-        );
         match fault {
             Fault::Kill(Victim::Shim) => After::Nothing,
             // Create is given up with its client.
@@ -185,16 +177,31 @@ impl Case {
             Fault::Kill(Victim::Client | Victim::Containerd) | Fault::CriuFault(127..) => After::Forward,
             // It has nothing to do while CRIU writes, and another takes its place.
             Fault::Kill(Victim::Worker) if phase == Phase::CriuDump => After::Forward,
-            _ if refused => After::Nothing,
-            _ if self.flow == Flow::Restore => After::Back { taken: true },
             _ => match phase {
+                Phase::PrepareHook
+                | Phase::Inspect
+                | Phase::Prepare
+                | Phase::ResumedHook
+                | Phase::End
+                | Phase::RestoreRollback => After::Nothing,
+                _ if self.flow == Flow::Restore => After::Back { taken: true },
                 Phase::GpuRestore | Phase::GpuUnlock => After::Again,
                 Phase::CriuDump | Phase::Sync => After::Back { taken: true },
                 Phase::GpuCheckpoint => After::Back {
                     taken: fault.is_the_drivers()
                         && (fault.often() == Some(Often::OnceAfter) || self.subject.processes > 1),
                 },
-                _ => After::Back { taken: false },
+                Phase::GpuLock
+                | Phase::CopyMemory
+                | Phase::Parked
+                | Phase::Grant
+                | Phase::Repark
+                | Phase::CriuRestore
+                | Phase::DevRepair
+                | Phase::FillMemory
+                | Phase::Continue
+                | Phase::RestoredHook
+                | Phase::CheckpointRollback => After::Back { taken: false },
             },
         }
     }
@@ -203,16 +210,7 @@ impl Case {
 impl FaultAt {
     /// Whether the shim waits for it.
     fn is_held(self) -> bool {
-        let waits = self.phase.is_hook()
-            || matches!(
-                self.phase,
-                Phase::Sync
-                    | Phase::End
-                    | Phase::Continue
-                    | Phase::RestoreRollback
-                    | Phase::CheckpointRollback
-            );
-        waits && matches!(self.fault, Fault::Kill(_))
+        self.phase.halt() == Halt::Shim && matches!(self.fault, Fault::Kill(_))
     }
 
     /// When it happens, in the course of a flow in which nothing fails.

@@ -125,3 +125,30 @@ pub(super) const PHASES: [(Flow, &[Phase]); 6] = [
         ],
     ),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(flow: Flow) -> &'static [Phase] {
+        let (_, phases) = PHASES.iter().find(|(of, _)| *of == flow).unwrap();
+        phases
+    }
+
+    /// A phase that is added before the dump, or after the driver's restore, is one of the others, too.
+    #[test]
+    fn a_pause_and_a_move_begin_as_a_checkpoint_and_end_as_a_resume() {
+        let checkpoint = of(Flow::Checkpoint);
+        let dump = checkpoint.iter().position(|phase| phase.runs_criu()).unwrap();
+        for flow in [Flow::Pause, Flow::Move] {
+            assert!(of(flow).starts_with(&checkpoint[..dump]), "{flow:?}");
+        }
+        for flow in [Flow::ResumeElsewhere, Flow::Move] {
+            assert!(of(flow).ends_with(of(Flow::Resume)), "{flow:?}");
+        }
+        let of_resume = |phase: &&Phase| of(Flow::Resume).contains(phase);
+        let after = checkpoint.iter().filter(of_resume);
+        let resume = of(Flow::Resume).iter().filter(|phase| **phase != Phase::Repark);
+        assert!(after.eq(resume));
+    }
+}

@@ -7,7 +7,52 @@ use super::case::{
     has_cgroup_v1,
 };
 
+/// How a phase is held while somebody is killed in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Halt {
+    /// A call of the driver takes longer.
+    Driver,
+    /// CRIU's action script waits, before the dump.
+    Dump,
+    /// It waits before the tasks run.
+    Restore,
+    /// firn's copy of memory waits.
+    Copy,
+    /// The worker waits.
+    Worker,
+    /// The shim waits, in one phase only.
+    Shim,
+    /// The container stands still by itself.
+    None,
+}
+
 impl Phase {
+    pub(super) fn halt(self) -> Halt {
+        match self {
+            Self::Inspect
+            | Self::GpuLock
+            | Self::GpuCheckpoint
+            | Self::DevRepair
+            | Self::GpuRestore
+            | Self::GpuUnlock
+            | Self::Repark => Halt::Driver,
+            Self::CriuDump => Halt::Dump,
+            Self::CriuRestore => Halt::Restore,
+            Self::CopyMemory | Self::FillMemory => Halt::Copy,
+            Self::Prepare => Halt::Worker,
+            Self::Parked => Halt::None,
+            Self::PrepareHook
+            | Self::ResumedHook
+            | Self::RestoredHook
+            | Self::Sync
+            | Self::Grant
+            | Self::End
+            | Self::Continue
+            | Self::RestoreRollback
+            | Self::CheckpointRollback => Halt::Shim,
+        }
+    }
+
     /// The driver call that the phase makes, as simgpu's faults name it.
     pub fn call(self) -> Option<&'static str> {
         match self {
@@ -89,10 +134,9 @@ impl Case {
             return self.is_plain_parking();
         }
         // Of these phases one victim each.
-        let victim = match phase {
-            Phase::Prepare => Victim::Worker,
-            Phase::PrepareHook | Phase::ResumedHook | Phase::RestoredHook => Victim::Shim,
-            Phase::Sync | Phase::End | Phase::Continue | Phase::RestoreRollback => Victim::Shim,
+        let victim = match phase.halt() {
+            Halt::Worker => Victim::Worker,
+            Halt::Shim => Victim::Shim,
             // With a store, what happens while memory is copied.
             _ if self.subject.stored => {
                 return phase.copies() && fault.is_plain() && fault != Fault::Kill(Victim::Containerd);
