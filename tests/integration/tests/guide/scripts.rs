@@ -119,10 +119,17 @@ pub fn every_example_is_run() -> Result<()> {
         .iter()
         .filter(|path| path.extension().is_none_or(|kind| kind != "md"))
         .filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()))
-        .filter(|name| !sources.contains(name) && LEFT.iter().all(|(left, _)| left != name))
+        .filter(|name| !has_name(&sources, name) && LEFT.iter().all(|(left, _)| left != name))
         .collect();
     ensure!(unnamed.is_empty(), "no suite runs {unnamed:?}");
     Ok(())
+}
+
+/// Whether the text has this name of a file, and not only as the end of another one.
+fn has_name(text: &str, name: &str) -> bool {
+    let is_of_name = |before: char| before.is_alphanumeric() || "-_.@".contains(before);
+    text.match_indices(name)
+        .any(|(at, _)| !text[..at].ends_with(is_of_name))
 }
 
 fn files(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
