@@ -3,12 +3,16 @@
 //! The fuzz target includes this file and [`crate::archive`]: firn is a program.
 
 use std::convert::Infallible;
+use std::path::PathBuf;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-use crate::archive::{FileSpan, find, list};
+use firn_image::form::EntryKind;
+
+use crate::archive::{Entry, FileSpan, find, kind, list};
 
 /// The files of an archive lie within it. What is found by its name is the first of that name in the list.
+/// The reader that unpacks an archive finds the same.
 pub fn archive(bytes: &[u8]) {
     let size = bytes.len() as u64;
     let read = async |from: u64, length: u64| {
@@ -26,12 +30,36 @@ pub fn archive(bytes: &[u8]) {
     let begins = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
     let found = now(find(&String::from_utf8_lossy(begins), size, read));
     assert!(found.as_ref().is_none_or(is_within), "{found:?}");
-    let files = || listed.iter().flatten().filter(|entry| entry.is_file);
-    for entry in files().take(8) {
-        let first = files().find(|file| file.name == entry.name);
-        let found = now(find(&entry.name, size, read));
+    let Some(listed) = listed else {
+        return;
+    };
+    for name in listed.iter().filter_map(|entry| entry.path.to_str()).take(8) {
+        let first = listed.iter().find(|entry| entry.is(name));
+        let found = now(find(name, size, read));
         assert_eq!(found.as_ref(), first.map(|first| &first.place));
     }
+    let mut archive = tar::Archive::new(bytes);
+    let unpacked = archive.entries().expect("nothing was read");
+    let unpacked: Vec<_> = unpacked
+        .map(|entry| seen(&entry.expect("it is listed")))
+        .collect();
+    let listed = listed
+        .into_iter()
+        .map(|Entry { path, kind, place }| (path, kind, place));
+    assert_eq!(listed.collect::<Vec<_>>(), unpacked);
+}
+
+fn seen(entry: &tar::Entry<'_, impl std::io::Read>) -> (PathBuf, EntryKind, FileSpan) {
+    let path = entry.path().expect("a path of bytes");
+    let place = FileSpan {
+        from: entry.raw_file_position(),
+        length: entry.size(),
+    };
+    (
+        path.strip_prefix(".").unwrap_or(&path).to_owned(),
+        kind(entry.header()),
+        place,
+    )
 }
 
 /// The result of what never waits.

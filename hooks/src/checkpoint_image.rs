@@ -17,13 +17,13 @@ use std::collections::BTreeMap;
 use std::fs::{DirBuilder, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, chroot};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_image::form;
+use firn_image::form::{self, Archived, Entry, EntryKind};
 use flate2::bufread::MultiGzDecoder;
 use serde::Deserialize;
-use tar::Archive;
+use tar::{Archive, EntryType};
 
 use crate::cap::{Cap, ENTRY, limit_process};
 use crate::rights;
@@ -132,12 +132,7 @@ struct Target {
 impl Target {
     fn apart(&self, image: Blob, layer: Option<Blob>) -> Result<()> {
         self.directory(form::IMAGE)?;
-        self.untar(image, |path| {
-            Ok(match path {
-                [name] => Some(Path::new(form::IMAGE).join(name)),
-                _ => None,
-            })
-        })?;
+        self.untar(image, Archived::Image)?;
         let Some(mut layer) = layer else {
             return Ok(());
         };
@@ -149,20 +144,12 @@ impl Target {
 
     fn archive(&self, archive: Blob) -> Result<()> {
         self.directory(form::IMAGE)?;
-        self.untar(archive, |path| {
-            Ok(match path {
-                // Who unpacks it with tar would find another image than this program.
-                [name] if form::MARKS.contains(name) => bail!("the archive has two images"),
-                [form::IMAGE, name] => Some(Path::new(form::IMAGE).join(name)),
-                [form::LAYER] => Some(PathBuf::from(form::LAYER)),
-                _ => None,
-            })
-        })
+        self.untar(archive, Archived::Parts)
     }
 
-    /// Unpacks the regular files of an archive that `place` has a place for. Others have none in an image
-    /// directory; next to it in an archive they are reports.
-    fn untar(&self, blob: Blob, place: fn(&[&str]) -> Result<Option<PathBuf>>) -> Result<()> {
+    /// Unpacks the image, and what the container had written. Reports next to them are left out, and the
+    /// spec: the pod has its own.
+    fn untar(&self, blob: Blob, archived: Archived) -> Result<()> {
         let mut source = BufReader::new(blob);
         let mut archive = Archive::new(self.cap.reader(decompressed(&mut source)?));
         for entry in archive.entries().context("it is no archive")? {
@@ -170,14 +157,16 @@ impl Target {
             let path = entry.path()?.into_owned();
             let shown = || format!("{} of the archive", path.display());
             self.cap.take(ENTRY).with_context(shown)?;
-            let Some(place) = place(&parts_of(&path).with_context(shown)?)? else {
-                continue;
+            let kind = match entry.header().entry_type() {
+                EntryType::Regular => EntryKind::File,
+                EntryType::Directory => EntryKind::Directory,
+                _ => EntryKind::Other,
             };
-            ensure!(
-                entry.header().entry_type().is_file(),
-                "{}: no regular file",
-                shown()
-            );
+            let place = match archived.entry(&path, kind).with_context(shown)? {
+                Entry::File(name) => Path::new(form::IMAGE).join(name),
+                Entry::Layer => PathBuf::from(form::LAYER),
+                Entry::Spec | Entry::Nothing => continue,
+            };
             let size = entry.size();
             self.file(&place, size, &mut entry).with_context(shown)?;
         }
@@ -199,19 +188,6 @@ impl Target {
         ensure!(written == size, "it has {written} bytes instead of {size}");
         Ok(())
     }
-}
-
-/// The parts of a path that leads nowhere else.
-fn parts_of(path: &Path) -> Result<Vec<&str>> {
-    let mut parts = Vec::new();
-    for part in path.components() {
-        match part {
-            Component::Normal(name) => parts.push(name.to_str().context("a name that is no text")?),
-            Component::CurDir => {}
-            _ => bail!("the path leads out of the checkpoint"),
-        }
-    }
-    Ok(parts)
 }
 
 /// Layers may be compressed by gzip; CRIU's files are not.

@@ -13,12 +13,16 @@
 //! Whoever looks at a directory decides by [`CheckpointDir::find`] which of both it is. One that is both is
 //! refused: otherwise somebody inspects or signs one image while another one is restored.
 
+mod entry;
+
 use std::fs::FileType;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::{Absent, Problem};
+
+pub use entry::{Archived, Entry, EntryError, EntryKind};
 
 /// The image, in a directory with parts.
 pub const IMAGE: &str = "checkpoint";

@@ -6,7 +6,7 @@ use std::io::{self, Read};
 use serde_json::json;
 use tar::{Archive, EntryType, Header};
 
-use super::{ImageError, Index, Part, media};
+use super::{ImageError, Index, Part, media, no_checkpoint};
 use crate::containerd::Containerd;
 use crate::outlet::Outlet;
 use crate::steps::Steps;
@@ -147,13 +147,12 @@ pub async fn read(
         } else if name == INDEX {
             let mut text = Vec::new();
             found.take(MAX_INDEX).read_to_end(&mut text).map_err(failed())?;
-            index = Some(text);
+            if index.replace(text).is_some() {
+                return Err(no_checkpoint(what, "it has two index.json"));
+            }
         }
     }
-    let none = |why: String| ImageError::NoCheckpoint {
-        what: what.to_owned(),
-        why,
-    };
+    let none = |why: String| no_checkpoint(what, why);
     let index = index.ok_or_else(|| none("it has no index.json, or ends early".to_owned()))?;
     let top: Index = serde_json::from_slice(&index).map_err(|error| none(error.to_string()))?;
     let [part] = &top.manifests[..] else {

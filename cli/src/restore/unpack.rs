@@ -5,12 +5,14 @@
 use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Component, Path};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-use tar::{Archive, EntryType};
+use firn_image::form::{Archived, Entry};
+use tar::Archive;
 
+use crate::archive;
 use crate::containerd::{self, CallError, Containerd};
 use crate::oci_image::{ImageError, Part};
 use crate::steps::Steps;
@@ -87,23 +89,17 @@ fn files(from: impl Read, dir: &Path) -> io::Result<()> {
     for entry in archive.entries()? {
         let mut entry = entry?;
         let path = entry.path()?.into_owned();
-        let mut names = path.components().filter(|name| *name != Component::CurDir);
-        match (names.next(), names.next(), entry.header().entry_type()) {
-            (None, ..) => {}
-            (Some(Component::Normal(name)), None, EntryType::Regular | EntryType::Continuous) => {
-                let mut options = OpenOptions::new();
-                let file = options
-                    .write(true)
-                    .create_new(true)
-                    .mode(0o600)
-                    .open(dir.join(name));
-                io::copy(&mut entry, &mut file?)?;
-            }
-            (_, _, kind) => {
-                let message = format!("{} is no plain file of a checkpoint ({kind:?})", path.display());
+        let name = match Archived::Image.entry(&path, archive::kind(entry.header())) {
+            Ok(Entry::File(name)) => name,
+            Ok(Entry::Layer | Entry::Spec | Entry::Nothing) => continue,
+            Err(error) => {
+                let message = format!("{}: {error}", path.display());
                 return Err(io::Error::new(io::ErrorKind::InvalidData, message));
             }
-        }
+        };
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create_new(true).mode(0o600);
+        io::copy(&mut entry, &mut options.open(dir.join(name))?)?;
     }
     Ok(())
 }
@@ -112,7 +108,7 @@ fn files(from: impl Read, dir: &Path) -> io::Result<()> {
 mod tests {
     use std::fs;
 
-    use tar::{Builder, Header};
+    use tar::{Builder, EntryType, Header};
 
     use super::*;
 

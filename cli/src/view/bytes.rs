@@ -59,7 +59,10 @@ impl Bytes<'_> {
     /// The content of an entry of this archive, if it has no more than `most` bytes.
     pub async fn content(&self, what: &str, entry: &Entry, most: u64) -> Result<Vec<u8>, ImageError> {
         if entry.place.length > most {
-            return Err(no_checkpoint(what, format!("{} is too large", entry.name)));
+            return Err(no_checkpoint(
+                what,
+                format!("{} is too large", entry.path.display()),
+            ));
         }
         self.read(entry.place.from, entry.place.length).await
     }

@@ -6,6 +6,7 @@
 pub mod args;
 mod bytes;
 
+use std::collections::BTreeSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
@@ -14,7 +15,7 @@ use std::path::{Path, PathBuf};
 use firn_containerd::Message;
 use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
-use firn_image::form::{self, CheckpointDir, FormError};
+use firn_image::form::{self, Archived, CheckpointDir, EntryError, EntryKind, FormError};
 use firn_oci::Spec;
 
 use crate::archive::{Entry, FileSpan};
@@ -145,7 +146,7 @@ impl View {
         let spec = index.part(media::SPEC).cloned().unwrap_or_default();
         let spec = containerd.content(&spec.digest, 0, MAX_JSON).await?;
         let bytes = Bytes::Blob(containerd, &checkpoint.digest, checkpoint.size);
-        let mut view = unpacked(name, &bytes, "", tmp).await?;
+        let mut view = unpacked(name, &bytes, Archived::Image, tmp).await?;
         view.what = format!("image {name} of containerd");
         Ok(view.with_index(index, &spec))
     }
@@ -157,7 +158,15 @@ impl View {
         let length = file.metadata().map_err(failed())?.len();
         let all = Bytes::File(&file, FileSpan { from: 0, length });
         let entries = all.list(&what).await?;
-        let named = |name: &str| entries.iter().find(|entry| entry.is_file && entry.name == name);
+        let mut files = entries.iter().filter(|entry| entry.kind == EntryKind::File);
+        let mut seen = BTreeSet::new();
+        if let Some(twice) = files.find(|file| !seen.insert(&file.path)) {
+            return Err(no_checkpoint(
+                &what,
+                format!("it has {} twice", twice.path.display()),
+            ));
+        }
+        let named = |name: &str| entries.iter().find(|entry| entry.is(name));
         let mut view = if let Some(top) = named(INDEX) {
             let top: Index = serde_json::from_slice(&all.content(&what, top, MAX_JSON).await?)
                 .map_err(|error| no_checkpoint(&what, error.to_string()))?;
@@ -173,15 +182,17 @@ impl View {
             let of = |media: &str| blob(index.part(media).map_or("", |part| &part.digest));
             let spec = all.content(&what, of(media::SPEC)?, MAX_JSON).await?;
             let FileSpan { from, length } = of(media::CHECKPOINT)?.place;
-            let view = unpacked(&what, &Bytes::File(&file, FileSpan { from, length }), "", &tmp).await?;
+            let image = Bytes::File(&file, FileSpan { from, length });
+            let view = unpacked(&what, &image, Archived::Image, &tmp).await?;
             view.with_index(index, &spec)
         } else {
-            let inside = format!("{}/", form::IMAGE);
-            let is_archive = named(&format!("{inside}{}", form::INVENTORY)).is_some();
-            if is_archive && form::MARKS.iter().any(|name| named(name).is_some()) {
-                return Err(FormError::Both { dir: path.to_owned() }.into());
-            }
-            let mut view = unpacked(&what, &all, if is_archive { &inside } else { "" }, &tmp).await?;
+            let inside = Path::new(form::IMAGE).join(form::INVENTORY);
+            let archived = if entries.iter().any(|entry| entry.is(&inside)) {
+                Archived::Parts
+            } else {
+                Archived::Image
+            };
+            let mut view = unpacked(&what, &all, archived, &tmp).await?;
             if let Some(spec) = named(form::SPEC) {
                 view.spec = spec_of(&all.content(&what, spec, MAX_JSON).await?);
             }
@@ -208,27 +219,22 @@ fn spec_of(bytes: &[u8]) -> Option<Spec> {
     value.is_object().then(|| Spec::from(value))
 }
 
-/// The files of an image directory in an archive, whose names have this prefix.
-async fn unpacked(what: &str, archive: &Bytes<'_>, prefix: &str, tmp: &Path) -> Result<View, ImageError> {
+/// The files of the image in an archive.
+async fn unpacked(
+    what: &str,
+    archive: &Bytes<'_>,
+    archived: Archived,
+    tmp: &Path,
+) -> Result<View, ImageError> {
     let work = WorkDir::make(tmp, "firn-view")?;
     let (mut left, mut all) = (Vec::new(), 0);
     for entry in archive.list(what).await? {
-        let Some(name) = entry.name.strip_prefix(prefix).filter(|name| !name.is_empty()) else {
-            continue;
+        let name = match archived.entry(&entry.path, entry.kind) {
+            Ok(form::Entry::File(name)) => name,
+            Ok(form::Entry::Layer | form::Entry::Spec | form::Entry::Nothing) => continue,
+            Err(EntryError::TwoImages) => return Err(FormError::Both { dir: what.into() }.into()),
+            Err(error) => return Err(no_checkpoint(what, format!("{}: {error}", entry.path.display()))),
         };
-        let is_plain = entry.is_file && !name.contains('/') && !matches!(name, "." | "..");
-        match (is_plain, prefix.is_empty()) {
-            (true, _) => {}
-            // Of an archive of the kubelet, what is elsewhere is none of the image.
-            (false, false) if !entry.is_file => continue,
-            (false, _) if name == "./" || name.ends_with('/') && !entry.is_file => continue,
-            _ => {
-                return Err(no_checkpoint(
-                    what,
-                    format!("{name} is no plain file of a checkpoint"),
-                ));
-            }
-        }
         let size = entry.place.length;
         if name.starts_with("pages-") && size >= MEMORY || size > MOST || all + size > MOST_OF_ALL {
             let name = name.to_owned();

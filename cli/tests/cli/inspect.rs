@@ -328,10 +328,28 @@ fn hostile_tar_files_are_refused_and_leave_nothing() {
         "climbs.tar",
         &["-C", "image", "--transform", "s,inventory,../inventory,", "."],
     );
+    // By a name that tar's own readers take, and that the header of the file does not have.
+    let renamed = [
+        "--format=pax",
+        "--pax-option=path:=../inventory.img",
+        "-C",
+        "image",
+    ];
+    pack(&node, "renamed.tar", &[&renamed[..], &["inventory.img"]].concat());
+    pack(
+        &node,
+        "twice.tar",
+        &["--hard-dereference", "-C", "image", ".", "./inventory.img"],
+    );
     std::os::unix::fs::symlink("/etc/shadow", node.path("image/mm-1.img")).expect("a link");
     pack(&node, "link.tar", &["-C", "image", "."]);
-    for file in ["climbs.tar", "link.tar"] {
-        assert!(inspect(file).contains("no plain file of a checkpoint"), "{file}");
+    for (file, why) in [
+        ("climbs.tar", "leads out of the checkpoint"),
+        ("renamed.tar", "leads out of the checkpoint"),
+        ("twice.tar", "it has inventory.img twice"),
+        ("link.tar", "no regular file"),
+    ] {
+        assert!(inspect(file).contains(why), "{file}");
     }
     // What ends early, and what is no archive.
     let whole = std::fs::read(node.path("link.tar")).expect("read");
