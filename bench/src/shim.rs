@@ -137,7 +137,7 @@ static GROUPS: &[Group] = &[
             ("used-idle-cpu", "us/s"),
             ("used-idle-switches", "1/s"),
         ],
-        way: Way::Once(idle::steps(idle::USED), idle::used),
+        way: Way::Once(idle::steps(idle::USED), idle::after_execs),
     },
     Group {
         what: "programs",

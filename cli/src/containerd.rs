@@ -135,7 +135,7 @@ impl CallError {
 
     /// A removal of what somebody else has removed is done: a client that is attached to a task deletes it as
     /// soon as it ends.
-    pub fn removed(result: Result<(), Self>) -> Result<(), Self> {
+    pub fn allow_absent(result: Result<(), Self>) -> Result<(), Self> {
         match result {
             Err(error) if error.is_absent() => Ok(()),
             result => result,

@@ -138,7 +138,7 @@ pub mod tests {
     }
 
     /// A directory for temporary files with what users may put there, of which nothing is an image of firn's.
-    pub fn planted(tmp: &Path) {
+    pub fn plant(tmp: &Path) {
         give(tmp, 0, 0o1777);
         for name in ["ctrd-checkpoint7", "firn-rescue-a"] {
             image(tmp, name, 1000, 0o700);
@@ -158,7 +158,7 @@ pub mod tests {
         for dir in [&tmp, &rescue] {
             fs::create_dir(dir).unwrap();
         }
-        planted(&tmp);
+        plant(&tmp);
         image(&rescue, "of-a-user", 1000, 0o700);
         let found = || {
             let found = below(BTreeSet::from([tmp.clone()]), &rescue).map(|found| found.path);

@@ -59,7 +59,7 @@ impl Steps {
     }
 
     /// So many bytes are copied, of so many; 0 if that is not known.
-    pub fn copied(&mut self, done: u64, all: u64) {
+    pub fn show_copied(&mut self, done: u64, all: u64) {
         if self.shown.elapsed() < TICK {
             return;
         }
@@ -105,13 +105,13 @@ impl Steps {
                 biased;
                 done = &mut work => return done,
                 opened = &mut events, if phases.is_none() => phases = Some(opened),
-                phase = next(&mut phases) => self.entered(&phase, namespace, id),
+                phase = next(&mut phases) => self.enter(&phase, namespace, id),
                 _ = ticks.tick() => self.tick(),
             }
         }
     }
 
-    fn entered(&mut self, phase: &Phase, namespace: &str, id: &str) {
+    fn enter(&mut self, phase: &Phase, namespace: &str, id: &str) {
         if phase.namespace != namespace || phase.container != id || phase.is_end() {
             return;
         }
@@ -121,7 +121,7 @@ impl Steps {
         }
         let (done, all) = phase.copied;
         if done > 0 {
-            self.copied(done, all);
+            self.show_copied(done, all);
         }
     }
 
@@ -201,7 +201,7 @@ mod tests {
             ("failed: FIRN-DUMP", "job"),
             ("done", "job"),
         ] {
-            steps.entered(&phase(name, id), "default", "job");
+            steps.enter(&phase(name, id), "default", "job");
         }
         steps.end();
         let names: Vec<&str> = steps.done.iter().map(|(name, _)| &**name).collect();

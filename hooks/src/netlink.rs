@@ -19,11 +19,11 @@ pub(crate) fn request(protocol: SockProtocol, message: &[u8]) -> nix::Result<()>
     sendto(socket.as_raw_fd(), message, &kernel, MsgFlags::empty())?;
     let mut reply = [0; 4096];
     let length = recv(socket.as_raw_fd(), &mut reply, MsgFlags::empty())?;
-    acknowledged(&reply[..length])
+    expect_acknowledged(&reply[..length])
 }
 
 /// The answer: NLMSG_ERROR, whose first word is zero or a negative errno.
-fn acknowledged(reply: &[u8]) -> nix::Result<()> {
+fn expect_acknowledged(reply: &[u8]) -> nix::Result<()> {
     let kind = reply.get(4..).and_then(<[u8]>::first_chunk);
     let kind = kind.map(|kind| i32::from(u16::from_ne_bytes(*kind)));
     let code = reply.get(HEADER_BYTES..).and_then(<[u8]>::first_chunk);
@@ -47,10 +47,10 @@ mod tests {
 
     #[test]
     fn only_an_acknowledgement_is_success() {
-        assert_eq!(acknowledged(&answer(2, 0)), Ok(()));
-        assert_eq!(acknowledged(&answer(2, -libc::EPERM)), Err(Errno::EPERM));
+        assert_eq!(expect_acknowledged(&answer(2, 0)), Ok(()));
+        assert_eq!(expect_acknowledged(&answer(2, -libc::EPERM)), Err(Errno::EPERM));
         for other in [&answer(3, 0)[..], &answer(2, 0)[..18], &[]] {
-            assert_eq!(acknowledged(other), Err(Errno::EBADMSG));
+            assert_eq!(expect_acknowledged(other), Err(Errno::EBADMSG));
         }
     }
 }

@@ -153,7 +153,7 @@ impl Verified {
     }
 
     /// Whether the files are still those that were compared. To be asked right before CRIU reads them.
-    pub fn unchanged(&self) -> Result<(), ImageError> {
+    pub fn expect_unchanged(&self) -> Result<(), ImageError> {
         let dir = UntrustedDir::open(&self.path).map_err(unreadable(&self.path))?;
         let same = |(name, before): &&(String, Stamp)| {
             dir.metadata(name)

@@ -282,13 +282,13 @@ impl Spec {
 
     /// The object at a path of keys, `linux.resources`, created where it is missing.
     pub fn object_mut(&mut self, path: &'static str) -> Result<&mut Map<String, Value>, SpecError> {
-        let object = self.made(path, Value::Object(Map::new()))?.as_object_mut();
+        let object = self.make(path, Value::Object(Map::new()))?.as_object_mut();
         object.ok_or_else(|| SpecError::malformed(path, None))
     }
 
     /// The list at a path of keys, `linux.devices`, created where it is missing.
     pub fn list_mut(&mut self, path: &'static str) -> Result<&mut Vec<Value>, SpecError> {
-        let list = self.made(path, Value::Array(Vec::new()))?.as_array_mut();
+        let list = self.make(path, Value::Array(Vec::new()))?.as_array_mut();
         list.ok_or_else(|| SpecError::malformed(path, None))
     }
 
@@ -308,7 +308,7 @@ impl Spec {
         Ok(before - list.len())
     }
 
-    fn made(&mut self, path: &'static str, empty: Value) -> Result<&mut Value, SpecError> {
+    fn make(&mut self, path: &'static str, empty: Value) -> Result<&mut Value, SpecError> {
         let mut value = &mut self.value;
         for key in path.split('.') {
             if value.is_null() {

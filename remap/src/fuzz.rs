@@ -59,7 +59,7 @@ pub fn image(bytes: &[u8]) {
     {
         is_whole(&manifest, &dir);
         let here = inventory(195, 4);
-        decided(
+        expect_decision(
             &firn_image::fixtures::spec(195, &[0, 1]),
             &manifest,
             &here,
@@ -268,7 +268,7 @@ fn grants(value: &Value, spec: &Spec) {
             Basis::Map(_) => assert!(map.is_some()),
         }
         for sources in [&[0][..], &[0, 1], &[9]] {
-            decided(spec, &firn_image::fixtures::manifest(sources), &here, &config);
+            expect_decision(spec, &firn_image::fixtures::manifest(sources), &here, &config);
         }
     }
 }
@@ -287,7 +287,7 @@ fn is_given(grant: &Grant, words: &Words<'_>, here: &Inventory, by_path: bool) {
 
 /// Whatever the manifest contains, the container gets GPUs of its grant only, each for one GPU of the
 /// checkpoint.
-fn decided(spec: &Spec, manifest: &Manifest, here: &Inventory, config: &Restore) {
+fn expect_decision(spec: &Spec, manifest: &Manifest, here: &Inventory, config: &Restore) {
     let Ok(decision) = GpuAssignment::make(spec, manifest, here, config) else {
         return;
     };
@@ -424,7 +424,7 @@ fn read_manifest(bytes: &[u8]) {
     let here = inventory(195, 4);
     let given = firn_image::fixtures::spec(195, &[0, 1]);
     let may: Vec<&Gpu> = here.gpus.iter().take(2).collect();
-    decided(&given, &manifest, &here, &config(&[], &[]));
+    expect_decision(&given, &manifest, &here, &config(&[], &[]));
     if let Ok(decision) = GpuAssignment::make(&given, &manifest, &here, &config(&[], &[])) {
         assert!(decision.targets().iter().all(|gpu| may.contains(&gpu)));
     }

@@ -41,7 +41,7 @@ pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) 
             recovery.record().begin.op
         );
         match recovery.record().begin.op {
-            Operation::Restore => restored(line, id, &bundle, &recovery, reaper).await?,
+            Operation::Restore => roll_back_restore(line, id, &bundle, &recovery, reaper).await?,
             _ => done = checkpointed(line, id, &bundle, &recovery, reaper).await?,
         }
     }
@@ -50,7 +50,7 @@ pub async fn run(line: &CommandLine, id: &str, mut open: Open, reaper: &Reaper) 
 }
 
 /// Leaves nothing of a restore.
-async fn restored(
+async fn roll_back_restore(
     line: &CommandLine,
     id: &str,
     bundle: &Path,
@@ -80,7 +80,7 @@ async fn checkpointed(
     };
     match (container, line.verb) {
         (Some(container), Verb::Kill | Verb::Delete) => {
-            ended(bundle, Some(&container), recovery, reaper).await;
+            end(bundle, Some(&container), recovery, reaper).await;
             let is_killed = line.verb == Verb::Kill;
             Ok(if is_killed { CallEnd::Here } else { CallEnd::Pass })
         }
@@ -93,7 +93,7 @@ async fn checkpointed(
         }
         (Some(container), _) => rolled_back(&container, recovery, reaper).await,
         (None, _) => {
-            ended(bundle, None, recovery, reaper).await;
+            end(bundle, None, recovery, reaper).await;
             Ok(CallEnd::Pass)
         }
     }
@@ -121,7 +121,7 @@ async fn rolled_back(
 }
 
 /// Ends what works for a checkpoint, and the container.
-async fn ended(bundle: &Path, container: Option<&Arc<Container>>, recovery: &Recovery, reaper: &Reaper) {
+async fn end(bundle: &Path, container: Option<&Arc<Container>>, recovery: &Recovery, reaper: &Reaper) {
     huge_pages::recover().await;
     recovery.end_programs(ENDED).await;
     if let Some(container) = container {

@@ -420,7 +420,7 @@ impl Driver {
         limit: Duration,
     ) -> Result<(Option<Inventory>, Vec<ProcessReply>), WorkerError> {
         let began = Instant::now();
-        self.gone(self.deadlines.worker_end).await?;
+        self.wait_until_gone(self.deadlines.worker_end).await?;
         let journal = self.journal.clone();
         let worker = self.worker()?;
         if let Some(journal) = journal.filter(|_| !worker.is_noted) {
@@ -453,13 +453,13 @@ impl Driver {
             child.kill();
             self.dying = Some(child);
         }
-        if let Err(error) = self.gone(self.deadlines.worker_end).await {
+        if let Err(error) = self.wait_until_gone(self.deadlines.worker_end).await {
             log::error!("{error}");
         }
     }
 
     /// Waits until the worker that was killed last has ended.
-    pub async fn gone(&mut self, limit: Duration) -> Result<(), WorkerError> {
+    pub async fn wait_until_gone(&mut self, limit: Duration) -> Result<(), WorkerError> {
         let Some(child) = &self.dying else { return Ok(()) };
         let pid = child.pid();
         tokio::time::timeout(limit, child.wait())

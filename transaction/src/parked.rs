@@ -78,7 +78,7 @@ impl Parked {
     }
 
     /// These processes have their state from the container's GPUs of now.
-    pub(crate) fn moved(&mut self, pids: &[i32]) {
+    pub(crate) fn note_moved(&mut self, pids: &[i32]) {
         let here = uuids(&self.gpus);
         self.elsewhere.extend(pids.iter().map(|pid| (*pid, here.clone())));
     }
@@ -163,7 +163,7 @@ mod tests {
     fn a_process_that_a_failed_move_has_restored_comes_from_there() {
         let mut parked = parked();
         given(&mut parked, [2, 3]);
-        parked.moved(&[20]);
+        parked.note_moved(&[20]);
         given(&mut parked, [0, 1]);
         let calls = parked.calls(&[10, 20]);
         let of = |pid| calls.iter().find(|call| call.pids == [pid]).map(pairs).unwrap();

@@ -63,7 +63,7 @@ pub(crate) fn lock(pids: &[i32], timeout_ms: u32, caller: Caller<'_>) -> BTreeMa
                     continue;
                 }
             };
-            for place in turns.returned(place, result.is_ok(), began.elapsed()) {
+            for place in turns.note_return(place, result.is_ok(), began.elapsed()) {
                 let _ = orders[place].send(Order::Recall);
             }
             if let Err(error) = result {

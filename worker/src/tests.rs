@@ -76,13 +76,13 @@ impl Shim {
     }
 
     /// Like `call`, for a request that must succeed.
-    fn done(&mut self, request: &Request) -> Vec<ProcessReply> {
+    fn succeed(&mut self, request: &Request) -> Vec<ProcessReply> {
         let (processes, last) = self.call(request);
         assert!(matches!(last, Reply::Done { .. }), "{last:?}");
         processes
     }
 
-    fn failed(&mut self, request: &Request) -> (String, String) {
+    fn fail(&mut self, request: &Request) -> (String, String) {
         let (processes, last) = self.call(request);
         assert_eq!(processes, []);
         let Reply::Failed { message, hint } = last else {
@@ -129,9 +129,9 @@ fn a_process_goes_through_all_states_and_keeps_its_map() {
     let pids = vec![11, 12];
     let all = |state| vec![(11, Some(state)), (12, Some(state))];
 
-    assert_eq!(states(&shim.done(&lock(&pids))), all(CudaState::Locked));
+    assert_eq!(states(&shim.succeed(&lock(&pids))), all(CudaState::Locked));
     assert_eq!(
-        states(&shim.done(&Request::Checkpoint { pids: pids.clone() })),
+        states(&shim.succeed(&Request::Checkpoint { pids: pids.clone() })),
         all(CudaState::Checkpointed)
     );
     let pairs = vec![pair(1, 2)];
@@ -141,14 +141,14 @@ fn a_process_goes_through_all_states_and_keeps_its_map() {
         needs: GpuMemory::new(),
         own: Vec::new(),
     };
-    assert_eq!(states(&shim.done(&restore)), all(CudaState::Locked));
+    assert_eq!(states(&shim.succeed(&restore)), all(CudaState::Locked));
     assert_eq!(fake.restored(), [(11, pairs.clone()), (12, pairs)]);
     assert_eq!(
-        states(&shim.done(&Request::Unlock { pids: pids.clone() })),
+        states(&shim.succeed(&Request::Unlock { pids: pids.clone() })),
         all(CudaState::Running)
     );
     assert_eq!(
-        states(&shim.done(&Request::State { pids })),
+        states(&shim.succeed(&Request::State { pids })),
         all(CudaState::Running)
     );
     shim.close();
@@ -161,8 +161,8 @@ fn processes_of_one_request_are_handled_concurrently() {
     // Each call waits in the driver until all four have entered it.
     fake.meet_in_checkpoint(4);
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&pids));
-    let replies = shim.done(&Request::Checkpoint { pids: pids.to_vec() });
+    shim.succeed(&lock(&pids));
+    let replies = shim.succeed(&Request::Checkpoint { pids: pids.to_vec() });
     assert_eq!(replies.len(), 4);
     assert!(replies.iter().all(|reply| reply.error.is_none()), "{replies:?}");
     shim.close();
@@ -172,14 +172,14 @@ fn processes_of_one_request_are_handled_concurrently() {
 fn a_finished_process_is_reported_while_another_call_hangs() {
     let fake = Fake::with_processes(&[11, 12]);
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11, 12]));
+    shim.succeed(&lock(&[11, 12]));
     let gate = fake.hang(12);
     shim.send(&Request::Checkpoint { pids: vec![11, 12] });
     assert_eq!(
         states(&[shim.read_process()]),
         [(11, Some(CudaState::Checkpointed))]
     );
-    gate.entered();
+    gate.wait_for_entry();
     gate.open();
     assert_eq!(
         states(&[shim.read_process()]),
@@ -195,7 +195,7 @@ fn the_worker_ends_when_the_socket_closes_although_a_call_hangs() {
     let gate: Arc<Gate> = fake.hang(11);
     let mut shim = Shim::start(&fake);
     shim.send(&lock(&[11]));
-    gate.entered();
+    gate.wait_for_entry();
     shim.close();
     gate.open();
 }
@@ -217,8 +217,8 @@ fn requests_are_answered_in_their_order() {
 fn a_refused_call_is_reported_with_the_resulting_state() {
     let fake = Fake::with_processes(&[11, 12]);
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    let replies = shim.done(&Request::Checkpoint { pids: vec![11, 12] });
+    shim.succeed(&lock(&[11]));
+    let replies = shim.succeed(&Request::Checkpoint { pids: vec![11, 12] });
     assert_eq!(
         states(&replies),
         [
@@ -240,7 +240,7 @@ fn a_refused_call_is_reported_with_the_resulting_state() {
 fn the_state_of_an_unknown_process_is_an_error_of_that_process() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::State { pids: vec![11, 99] });
+    let replies = shim.succeed(&Request::State { pids: vec![11, 99] });
     assert_eq!(states(&replies), [(11, Some(CudaState::Running)), (99, None)]);
     assert_eq!(replies[1].error.as_ref().map(|error| error.code), Some(1));
     shim.close();
@@ -251,7 +251,7 @@ fn a_call_after_which_the_state_cannot_be_read_is_no_success() {
     let fake = Fake::with_processes(&[11]);
     fake.refuse_state();
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&lock(&[11]));
+    let replies = shim.succeed(&lock(&[11]));
     assert_eq!(states(&replies), [(11, None)]);
     let call = replies[0].error.as_ref().map(|error| error.call.as_str());
     assert_eq!(call, Some("cuCheckpointProcessGetState"));
@@ -278,9 +278,12 @@ fn malformed_requests_are_refused_and_the_session_goes_on() {
         assert!(message.starts_with("malformed request: "), "{message}");
         assert!(!hint.is_empty());
     }
-    let (message, _) = shim.failed(&Request::State { pids: vec![11, 0] });
+    let (message, _) = shim.fail(&Request::State { pids: vec![11, 0] });
     assert_eq!(message, "0 is no process id");
-    assert_eq!(states(&shim.done(&lock(&[11]))), [(11, Some(CudaState::Locked))]);
+    assert_eq!(
+        states(&shim.succeed(&lock(&[11]))),
+        [(11, Some(CudaState::Locked))]
+    );
     shim.close();
 }
 
@@ -300,7 +303,7 @@ fn an_endless_line_is_refused() {
 fn a_pid_that_is_named_twice_is_handled_once() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&lock(&[11, 11]));
+    let replies = shim.succeed(&lock(&[11, 11]));
     assert_eq!(states(&replies), [(11, Some(CudaState::Locked))]);
     assert_eq!(replies[0].error, None);
     shim.close();
@@ -310,13 +313,13 @@ fn a_pid_that_is_named_twice_is_handled_once() {
 fn requests_that_need_a_missing_driver_are_refused_with_a_hint() {
     let fake = Fake::without_driver();
     let mut shim = Shim::start(&fake);
-    let (message, hint) = shim.failed(&lock(&[11]));
+    let (message, hint) = shim.fail(&lock(&[11]));
     assert!(
         message.starts_with("no CUDA driver: cannot open libcuda.so.1"),
         "{message}"
     );
     assert!(hint.contains("LD_LIBRARY_PATH"), "{hint}");
-    let (message, hint) = shim.failed(&Request::Inventory);
+    let (message, hint) = shim.fail(&Request::Inventory);
     assert!(
         message.starts_with("no inventory of GPUs: cannot open libnvidia-ml.so.1"),
         "{message}"
@@ -329,7 +332,7 @@ fn requests_that_need_a_missing_driver_are_refused_with_a_hint() {
 fn a_driver_without_the_checkpoint_calls_is_named() {
     let fake = Fake::with_old_driver();
     let mut shim = Shim::start(&fake);
-    let (message, hint) = shim.failed(&lock(&[11]));
+    let (message, hint) = shim.fail(&lock(&[11]));
     assert!(
         message.contains("libcuda.so.1 has no cuCheckpointProcessLock"),
         "{message}"

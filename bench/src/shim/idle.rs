@@ -57,7 +57,7 @@ pub(super) fn pods(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) 
 }
 
 /// Shims that have run execs and made a checkpoint: the memory that they keep.
-pub(super) fn used(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
+pub(super) fn after_execs(lab: &Lab<'_>, record: &mut Record, progress: &mut Progress) -> Result<()> {
     measure(lab, record, progress, USED, |shim, number| {
         let id = format!("used-{}-{number}", shim.short());
         let node = lab.node();

@@ -2,7 +2,7 @@
 
 use super::findings::{Certainty, Signal};
 use super::{Report, Verdict};
-use crate::output::{Tone, line, toned};
+use crate::output::{Tone, line, print_toned};
 use crate::text;
 
 /// Prints the verdict, what was found, and sizes. `is_verbose`: also processes, GPUs, and in one line what
@@ -19,7 +19,7 @@ pub(super) fn print(report: &Report, is_verbose: bool) {
             "nothing refuses it, and something speaks against it",
         ),
     };
-    toned(Some((tone, verdict)), &format!("verdict    {verdict}"));
+    print_toned(Some((tone, verdict)), &format!("verdict    {verdict}"));
     line!("subject    {}", report.subject);
     for signal in report.signals.iter().filter(|signal| !signal.is_quiet()) {
         print_signal(signal);
@@ -84,5 +84,5 @@ fn print_signal(signal: &Signal) {
         _ => Some(Tone::Warning),
     };
     let text = format!("{word:10} {signal} (by {source}){detail}");
-    toned(tone.map(|tone| (tone, word)), &text);
+    print_toned(tone.map(|tone| (tone, word)), &text);
 }

@@ -298,7 +298,7 @@ impl Source {
         call: impl Fn() -> C,
     ) -> Result<(), CallError> {
         loop {
-            match CallError::removed(call().await) {
+            match CallError::allow_absent(call().await) {
                 Err(error) if error.is_lost() && Instant::now() < until => sleep(POLL).await,
                 done => return done,
             }

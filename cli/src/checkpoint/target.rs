@@ -177,7 +177,7 @@ impl Target {
                 return;
             }
             Self::File(path, _) => fs::remove_file(&*path).unless_absent(),
-            Self::Dir(path, is_new) => emptied(path, *is_new),
+            Self::Dir(path, is_new) => empty(path, *is_new),
         };
         if let (Err(error), Self::File(path, _) | Self::Dir(path, _)) = (removed, self) {
             note!("firn: {} is left: {error}", path.display());
@@ -209,7 +209,7 @@ fn of_directory(path: &Path, is_new: bool) -> Result<Durable, NotOnDisk> {
 }
 
 /// Removes the image from a directory, and the directory if it is ours.
-fn emptied(path: &Path, is_new: bool) -> io::Result<()> {
+fn empty(path: &Path, is_new: bool) -> io::Result<()> {
     fs::remove_dir_all(path.join(form::IMAGE)).unless_absent()?;
     fs::remove_file(path.join(form::LAYER)).unless_absent()?;
     if is_new {

@@ -116,7 +116,7 @@ mod tests {
         for dir in [&tmp, &rescue] {
             fs::create_dir(dir).unwrap();
         }
-        leftovers::tests::planted(&tmp);
+        leftovers::tests::plant(&tmp);
         assert_eq!(check().status, Status::Ok);
         fs::create_dir_all(tmp.join("ctrd-checkpoint-empty")).unwrap();
         image(&tmp, "somebody-elses", 0o755);

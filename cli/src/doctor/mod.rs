@@ -175,7 +175,7 @@ fn print(checks: &[Check]) {
         };
         let hint = check.remedy.as_ref().map(|remedy| format!(". hint: {remedy}"));
         let (name, found, hint) = (check.name, &check.found, hint.unwrap_or_default());
-        output::toned(
+        output::print_toned(
             Some((tone, status)),
             &format!("{status}  {name:<12}  {found}{hint}"),
         );

@@ -231,7 +231,7 @@ impl Drain {
             match self.on(agent, LOOK, &[place]) {
                 Ok(there) if there == placed.shown => self.clear(agent, &[place, partial]),
                 Ok(_) => self.clear(agent, &[partial]),
-                Err(error) => left(agent, place, &error),
+                Err(error) => note_left(agent, place, &error),
             }
         }
         let archives: Vec<&str> = copies.archives.iter().map(String::as_str).collect();
@@ -240,12 +240,12 @@ impl Drain {
 
     fn clear(&self, agent: &Agent, paths: &[&str]) {
         if let Err(error) = self.on(agent, "rm -rf \"$@\"", paths) {
-            left(agent, &paths.join(" "), &error);
+            note_left(agent, &paths.join(" "), &error);
         }
     }
 }
 
-fn left(agent: &Agent, what: &str, error: &DrainError) {
+fn note_left(agent: &Agent, what: &str, error: &DrainError) {
     note!("{}: {what} is left: {}", agent.node, ProblemLine(error));
 }
 

@@ -9,7 +9,7 @@ use firn_image::manifest::{Manifest, Origin, StoredMemory};
 
 use crate::args::InspectArgs;
 use crate::image::{ImageSummary, Sizes};
-use crate::output::{self, Tone, line, toned};
+use crate::output::{self, Tone, line, print_toned};
 use crate::text;
 use crate::view::{Subject, View};
 use processes::Tree;
@@ -74,8 +74,8 @@ fn show(
     is_verbose: bool,
 ) {
     match failure {
-        None => toned(Some((Tone::Good, "whole")), "verdict    whole"),
-        Some(failure) => toned(Some((Tone::Bad, &failure.code)), &format!("verdict    {failure}")),
+        None => print_toned(Some((Tone::Good, "whole")), "verdict    whole"),
+        Some(failure) => print_toned(Some((Tone::Bad, &failure.code)), &format!("verdict    {failure}")),
     }
     line!("subject    {}", view.what);
     if found.images.is_empty() {

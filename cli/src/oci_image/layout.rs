@@ -73,7 +73,7 @@ pub async fn write(
             read += content.len() as u64;
             done += content.len() as u64;
             out.write(content).await.map_err(failed())?;
-            steps.copied(done, all);
+            steps.show_copied(done, all);
         }
         if read != part.size {
             let source = io::Error::from(io::ErrorKind::UnexpectedEof);
@@ -141,7 +141,7 @@ pub async fn read(
         {
             let digest = format!("sha256:{hex}");
             done += blob(containerd, &digest, &mut found, what, |read| {
-                steps.copied(done + read, 0)
+                steps.show_copied(done + read, 0)
             })
             .await?;
         } else if name == INDEX {

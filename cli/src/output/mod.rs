@@ -59,7 +59,7 @@ macro_rules! note {
 pub(crate) use {line, note, verbatim};
 
 pub fn print_out(text: fmt::Arguments<'_>) {
-    toned(None, &text.to_string());
+    print_toned(None, &text.to_string());
 }
 
 pub fn print_verbatim(text: fmt::Arguments<'_>) {
@@ -67,7 +67,7 @@ pub fn print_verbatim(text: fmt::Arguments<'_>) {
 }
 
 /// Prints a line, of which a word has a tone.
-pub fn toned(tone: Option<(Tone, &str)>, text: &str) {
+pub fn print_toned(tone: Option<(Tone, &str)>, text: &str) {
     let text = one_line(text);
     let lines = match terminal::columns() {
         Some(columns) => terminal::wrapped(&text, columns),

@@ -201,12 +201,14 @@ async fn remove_source(
     let removal = async {
         source.end(proof, steps).await?;
         let (container, containerd) = (&source.container, &source.containerd);
-        CallError::removed(containerd.delete_container(&container.id).await)?;
+        CallError::allow_absent(containerd.delete_container(&container.id).await)?;
         let snapshot = Snapshot {
             snapshotter: &container.snapshotter,
             key: &container.snapshot_key,
         };
-        Ok(CallError::removed(containerd.remove_snapshot(snapshot).await)?)
+        Ok(CallError::allow_absent(
+            containerd.remove_snapshot(snapshot).await,
+        )?)
     };
     match timeout(limits.end, removal).await {
         Ok(removed) => removed.map_err(|error: MoveError| error.shown()),

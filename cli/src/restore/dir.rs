@@ -98,7 +98,7 @@ pub(super) async fn start_once(
     // Somebody else may have started it by now.
     match containerd.task_state(&id).await? {
         None => {}
-        Some(TaskState::Stopped) => CallError::removed(containerd.delete(&id).await)?,
+        Some(TaskState::Stopped) => CallError::allow_absent(containerd.delete(&id).await)?,
         Some(_) => return Err(RestoreError::HasTask { id }),
     }
     if chosen != container {

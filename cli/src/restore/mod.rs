@@ -24,7 +24,7 @@ use serde::Serialize;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
 use crate::oci_image::Index;
-use crate::output::{self, Tone, line, printed, toned};
+use crate::output::{self, Tone, line, print_toned, printed};
 use crate::place::Location;
 use crate::steps::{Step, Steps};
 use crate::text;
@@ -139,7 +139,7 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
             phases: (!is_dir).then(|| steps.ended()),
         })?;
     } else if let Some(failure) = &failure {
-        toned(Some((Tone::Bad, &failure.code)), &format!("verdict {failure}"));
+        print_toned(Some((Tone::Bad, &failure.code)), &format!("verdict {failure}"));
     } else {
         print(args, &restored, begun);
     }

@@ -79,7 +79,7 @@ async fn send(
         if sender.send(content.data).is_err() {
             break;
         }
-        steps.copied(done, part.size);
+        steps.show_copied(done, part.size);
     }
     Ok(())
 }

@@ -305,7 +305,7 @@ impl Given {
         std::fs::write(dir.join("descriptors.json"), self.streams).unwrap();
     }
 
-    fn checked(&self) -> Result<(), ImageFault> {
+    fn check(&self) -> Result<(), ImageFault> {
         let dir = tempfile::tempdir().unwrap();
         self.write(dir.path());
         check(&Spec::from(self.spec.clone()), dir.path(), &host())
@@ -325,7 +325,7 @@ fn host() -> Host {
 
 #[test]
 fn an_image_that_fits_is_taken() {
-    assert_eq!(given().checked(), Ok(()));
+    assert_eq!(given().check(), Ok(()));
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn what_exceeds_the_spec_is_refused_and_named() {
     for (what, edit) in HOSTILE {
         let mut image = given();
         edit(&mut image);
-        let fault = image.checked().expect_err(what);
+        let fault = image.check().expect_err(what);
         assert_eq!(fault.code(), "FIRN-IMAGE-PRIVILEGE", "{what}: {fault}");
         assert!(fault.to_string().contains(what), "{what}: {fault}");
     }
@@ -370,7 +370,7 @@ fn less_than_the_spec_allows_is_taken() {
                 .mounts
                 .retain(|mount| !matches!(mount.6, "/proc/keys" | "/proc/acpi"));
         }
-        assert_eq!(image.checked(), Ok(()), "edit {number}");
+        assert_eq!(image.check(), Ok(()), "edit {number}");
     }
 }
 
@@ -388,7 +388,7 @@ fn a_filter_has_the_flags_of_a_dump_alone() {
         let mut image = given();
         image.filter_flags = flags;
         let is_refused = image
-            .checked()
+            .check()
             .is_err_and(|fault| fault.code() == "FIRN-IMAGE-CORRUPT");
         assert_eq!(is_refused, !is_taken, "{flags}");
     }
@@ -400,14 +400,14 @@ fn a_container_of_the_hosts_may_be_one() {
     image.spec =
         json!({"process": {"capabilities": {"bounding": ["CAP_SYS_ADMIN", "CAP_CHOWN", "CAP_KILL"]}}});
     image.namespaces = [1, 2, 3, 4, 5, 6, 7, 8];
-    assert_eq!(image.checked(), Ok(()));
+    assert_eq!(image.check(), Ok(()));
     // One that joins the host's by a path.
     let mut image = given();
     image.spec["linux"]["namespaces"][1]["path"] = json!("/proc/self/ns/net");
     image.namespaces[1] = 2;
-    assert_eq!(image.checked(), Ok(()));
+    assert_eq!(image.check(), Ok(()));
     image.spec["linux"]["namespaces"][1]["path"] = json!("/run/netns/pod");
-    assert!(image.checked().is_err());
+    assert!(image.check().is_err());
 }
 
 #[test]
@@ -422,6 +422,6 @@ fn paths_that_climb_are_never_taken() {
         let mut image = given();
         image.spec["process"]["capabilities"]["bounding"] = json!(["CAP_SYS_ADMIN", "CAP_CHOWN", "CAP_KILL"]);
         edit(&mut image);
-        assert_eq!(image.checked().unwrap_err().code(), "FIRN-IMAGE-CORRUPT");
+        assert_eq!(image.check().unwrap_err().code(), "FIRN-IMAGE-CORRUPT");
     }
 }

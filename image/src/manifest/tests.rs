@@ -335,15 +335,25 @@ fn a_file_that_criu_would_read_and_no_dump_has_is_refused() {
 fn a_write_to_an_image_after_its_check_is_found() {
     let (dir, manifest) = image();
     let verified = manifest.verify_images(dir.path()).unwrap();
-    verified.unchanged().unwrap();
+    verified.expect_unchanged().unwrap();
     let path = dir.path().join("pages-1.img");
     let content = std::fs::read(&path).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
-    assert_eq!(verified.unchanged().unwrap_err().code(), "FIRN-IMAGE-CHANGED");
+    assert_eq!(
+        verified.expect_unchanged().unwrap_err().code(),
+        "FIRN-IMAGE-CHANGED"
+    );
     // The same content, in another file.
     std::fs::write(&path, content).unwrap();
-    assert_eq!(verified.unchanged().unwrap_err().code(), "FIRN-IMAGE-CHANGED");
-    manifest.verify_images(dir.path()).unwrap().unchanged().unwrap();
+    assert_eq!(
+        verified.expect_unchanged().unwrap_err().code(),
+        "FIRN-IMAGE-CHANGED"
+    );
+    manifest
+        .verify_images(dir.path())
+        .unwrap()
+        .expect_unchanged()
+        .unwrap();
 }
 
 #[test]

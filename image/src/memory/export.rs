@@ -38,7 +38,7 @@ pub fn export<P: Fn(u64) + Sync>(
         progress: &begin(index.bytes() - index.zero_bytes()),
     };
     let written = export.image(&manifest, &index).and_then(|()| {
-        verified.unchanged()?;
+        verified.expect_unchanged()?;
         let inline = Manifest {
             bulk: None,
             images: copy.described()?,

@@ -52,7 +52,7 @@ pub fn import<P: Fn(u64) + Sync>(
             };
             // Order matters: what can fail comes before the store gets an index of this image.
             let made = import.image(&manifest, processes).and_then(|pieces| {
-                verified.unchanged()?;
+                verified.expect_unchanged()?;
                 Ok((copy.described()?, index(&manifest, to, pieces)?))
             });
             let (images, index) = match made {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::pages::{BLOCK, Block, pages, replace};
 use super::progress::Counter;
-use super::shared::shared;
+use super::shared;
 use super::{Bulk, MemoryError, Process};
 use crate::checksums::ImageFile;
 use crate::criu::memory::{Pagemap, Run, Vma, advise_huge_pages, vmas};
@@ -61,7 +61,7 @@ pub fn rest(
         file: "the directory".to_owned(),
         source,
     })?;
-    shared(dir, &names, processes, &mut kept, counter)?;
+    shared::write(dir, &names, processes, &mut kept, counter)?;
     expect_no_discarded(dir, &names)?;
     Ok(kept)
 }

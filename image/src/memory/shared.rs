@@ -43,7 +43,7 @@ struct Memory {
 }
 
 /// Writes the pages files of shared memory in `dir`, which has files of these names.
-pub(super) fn shared(
+pub(super) fn write(
     dir: &Path,
     names: &[String],
     processes: &[Process],

@@ -59,7 +59,7 @@ pub(super) fn end(pids: &[i32], limit: Duration, is_awaited: impl Fn() -> bool) 
 }
 
 /// Waits until the first threads of these processes, which run, are not in CRIU's code, at most for `limit`.
-pub fn ended(pids: &[i32], limit: Duration) -> Result<(), TraceError> {
+pub fn wait_for_end(pids: &[i32], limit: Duration) -> Result<(), TraceError> {
     let begun = Instant::now();
     let mut infected = Vec::new();
     for &pid in pids {

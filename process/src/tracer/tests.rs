@@ -321,7 +321,7 @@ mod in_criu_code {
             assert_eq!(state(helper.pid()), Some('t'));
             helper.uses_memory();
             hold.release().await.unwrap();
-            criu_code::ended(&[helper.pid()], TRAP).unwrap();
+            criu_code::wait_for_end(&[helper.pid()], TRAP).unwrap();
         });
         helper.uses_memory();
     }
@@ -339,7 +339,7 @@ mod in_criu_code {
         helper.uses_memory();
         helper.uses_memory();
         let begun = Instant::now();
-        criu_code::ended(&[pid], TRAP).unwrap();
+        criu_code::wait_for_end(&[pid], TRAP).unwrap();
         runtime().block_on(async {
             let hold = helper.hold().await;
             hold.end_criu_code(vec![pid], TRAP).await.unwrap();
@@ -370,7 +370,7 @@ mod in_criu_code {
             assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
             assert_eq!(state(pid), Some('t'), "it is not held any more");
             assert!(blocks_sigpipe(pid), "it would end once nobody traces it");
-            let late = criu_code::ended(&[pid], limit);
+            let late = criu_code::wait_for_end(&[pid], limit);
             assert!(matches!(late, Err(TraceError::CriuCode { pid: at }) if at == pid));
             drop(helper.criu.take());
             hold.end_criu_code(vec![pid], TRAP).await.unwrap();

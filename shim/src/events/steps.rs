@@ -30,7 +30,7 @@ impl Publisher {
     }
 
     /// Publishes that a transaction has ended; if it has failed, with the code of its error, if that has one.
-    pub fn ended(&self, container: &str, operation: &str, result: Result<(), Option<String>>) {
+    pub fn publish_end(&self, container: &str, operation: &str, result: Result<(), Option<String>>) {
         let outcome = match result {
             Ok(()) => "done".to_owned(),
             Err(None) => "failed".to_owned(),

@@ -95,7 +95,7 @@ async fn steps_have_a_type_that_containerd_shows() {
     };
     publisher.step("job", "checkpoint", Step::Phase(Phase::GpuLock));
     publisher.step("job", "checkpoint", Step::Copied(&copied));
-    publisher.ended("job", "move", Err(Some("FIRN-GPU-BUSY".to_owned())));
+    publisher.publish_end("job", "move", Err(Some("FIRN-GPU-BUSY".to_owned())));
     for (topic, value) in [
         (
             "/firn/checkpoint",

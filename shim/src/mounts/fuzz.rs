@@ -10,7 +10,7 @@ use super::{idmap, overlay};
 
 /// The options of a mount, a line each; and all of it as mountinfo.
 pub fn mounts(bytes: &[u8]) {
-    listed(bytes);
+    check_list(bytes);
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
     };
@@ -80,7 +80,7 @@ fn maps_owners(maps: &str) {
 }
 
 /// A line made of an entry is read as the same entry.
-fn listed(bytes: &[u8]) {
+fn check_list(bytes: &[u8]) {
     let escape = |bytes: &[u8]| -> Vec<u8> {
         let octal = bytes.iter().map(|byte| format!("\\{byte:03o}").into_bytes());
         octal.flatten().collect()

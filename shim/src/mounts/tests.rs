@@ -215,7 +215,7 @@ fn owner(path: &Path) -> (u32, u32) {
 }
 
 /// Creates a file for each of these owners.
-fn owned(dir: &Path, owners: &[u32]) {
+fn expect_owners(dir: &Path, owners: &[u32]) {
     for owner in owners {
         let file = dir.join(owner.to_string());
         fs::write(&file, "").unwrap();
@@ -229,7 +229,7 @@ const MAPS: [&str; 2] = ["uidmap=0:1000:10,20:5000:1", "gidmap=0:2000:10,21:6000
 async fn a_bind_shows_mapped_owners_and_its_source_does_not() {
     let Some(tmp) = private_dir() else { return };
     let [source, rootfs] = ["source", "rootfs"].map(|name| dir(tmp.path(), name));
-    owned(&source, &[0, 7, 20, 99]);
+    expect_owners(&source, &[0, 7, 20, 99]);
     for (options, writable) in [(&["rbind"][..], true), (&["rbind", "ro"], false)] {
         let options = [options, &MAPS[..]].concat();
         mount_all(&[mount_of("bind", &source, "", &options)], &rootfs)
@@ -258,8 +258,8 @@ async fn an_overlay_shows_mapped_layers() {
         let layers: Vec<_> = (0..layers)
             .map(|layer| dir(tmp.path(), &format!("{base}/{layer}/fs")))
             .collect();
-        owned(&layers[0], &[0, 8]);
-        owned(layers.last().unwrap(), &[5]);
+        expect_owners(&layers[0], &[0, 8]);
+        expect_owners(layers.last().unwrap(), &[5]);
         let names: Vec<_> = layers.iter().map(|layer| layer.to_str().unwrap()).collect();
         let mut options = [
             format!("lowerdir={}", names.join(":")),

@@ -14,7 +14,7 @@ use firn_transaction::options::RuncOptions;
 /// Options as a client sends them (an `Any`, or the value of one), as TOML, and as they lie in a bundle.
 pub fn options(bytes: &[u8]) {
     if let Ok(any) = Any::parse_from_bytes(bytes) {
-        sent(&any);
+        expect_sent(&any);
     }
     for name in [
         OPTIONS,
@@ -22,7 +22,7 @@ pub fn options(bytes: &[u8]) {
         CHECKPOINT_OPTIONS,
         "containerd.runc.v2.Options",
     ] {
-        sent(&Any {
+        expect_sent(&Any {
             type_url: format!("types.googleapis.com/{name}"),
             value: bytes.to_vec(),
             ..Any::default()
@@ -38,7 +38,7 @@ pub fn options(bytes: &[u8]) {
     }
 }
 
-fn sent(any: &Any) {
+fn expect_sent(any: &Any) {
     if names_a_file(any) {
         return;
     }

@@ -90,7 +90,7 @@ impl Shim {
         ))
     }
 
-    async fn ended(&mut self) {
+    async fn wait_for_end(&mut self) {
         tokio::time::timeout(SHUTDOWN_LIMIT, &mut self.served)
             .await
             .expect("the end in time")
@@ -130,7 +130,7 @@ async fn the_shutdown_call_is_answered_and_ends_the_shim() {
         .shutdown(soon(), &ShutdownRequest::default())
         .await
         .unwrap();
-    shim.ended().await;
+    shim.wait_for_end().await;
     assert!(!shim.path.exists(), "the socket is gone");
     tokio::time::timeout(SOON, stuck)
         .await
@@ -144,7 +144,7 @@ async fn a_call_under_way_is_answered_before_the_end() {
     let mut shim = Shim::start();
     let client = TaskClient::new(shim.client().await);
     client.kill(soon(), &KillRequest::default()).await.unwrap();
-    shim.ended().await;
+    shim.wait_for_end().await;
 }
 
 #[tokio::test]
@@ -157,7 +157,7 @@ async fn the_socket_of_a_successor_is_kept() {
     fs::rename(&shim.path, shim.path.with_extension("old")).unwrap();
     let _successor = UnixListener::bind(&shim.path).unwrap();
     shim.serving.cancel();
-    shim.ended().await;
+    shim.wait_for_end().await;
     assert!(shim.path.exists());
 }
 

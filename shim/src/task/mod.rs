@@ -151,7 +151,8 @@ impl Service {
         let code = result.clone().err().flatten();
         if publishes {
             let operation = recording.operation.name();
-            self.publisher.ended(&recording.container, operation, result);
+            self.publisher
+                .publish_end(&recording.container, operation, result);
         }
         let image = async { image.await.unwrap_or_default() };
         self.history.write(recording.entry(outcome, code), image);

@@ -38,7 +38,7 @@ impl CommandOutput {
     }
 
     /// Fails unless it has succeeded.
-    pub fn succeeded(self) -> Result<()> {
+    pub fn expect_success(self) -> Result<()> {
         ensure!(self.is_ok(), "{self}");
         Ok(())
     }

@@ -38,7 +38,7 @@ pub fn check(dir: &Path, store: &Path, key: Option<&Path>) -> Result<bool> {
     let body = envelope(&text).context("firn.json")?;
     files(dir, &body)?;
     if !body["bulk"].is_null() {
-        stored(store, key, &body["bulk"]).context("memory in the store")?;
+        compare_stored(store, key, &body["bulk"]).context("memory in the store")?;
     }
     Ok(true)
 }
@@ -200,7 +200,7 @@ fn bytes_of(digits: &str) -> Result<Vec<u8>> {
 }
 
 /// Every extent that the image's index names is there, and is what its name stands for.
-fn stored(store: &Path, key: Option<&Path>, bulk: &Value) -> Result<()> {
+fn compare_stored(store: &Path, key: Option<&Path>, bulk: &Value) -> Result<()> {
     let store = Shelf::open(store, key, &bulk["store"])?;
     let name = bulk["index"].as_str().context("no index")?;
     let bytes = store.read(&format!("images/{name}"), name, 64 << 20)?;

@@ -246,7 +246,7 @@ fn a_copy_of_the_sources_spec_gets_what_the_node_has(platform: Platform) -> Resu
 }
 
 /// A checkpoint is refused for this, before runc is called; the job continues on its GPU.
-fn refused(job: &Container<'_>, host: &GpuHost, named: &[&str]) -> Result<()> {
+fn expect_refused(job: &Container<'_>, host: &GpuHost, named: &[&str]) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/never"))?;
     for part in [&["FIRN-GPU-HELD:", "after the hook prepare", "hint: "], named].concat() {
         ensure!(output.contains(part), "no {part} in:\n{output}");
@@ -262,7 +262,7 @@ fn a_hook_that_has_not_let_go_is_refused_by_process_and_node(platform: Platform)
         let gpu = host.uuids().remove(0);
         let keeps = with_gpus(host, &["0"], &["--keeps"])?;
         computes_on(&keeps, &gpu)?;
-        refused(&keeps, host, &["(device-free)", "/dev/nvidia", "open"])?;
+        expect_refused(&keeps, host, &["(device-free)", "/dev/nvidia", "open"])?;
         computes_on(&keeps, &gpu)?;
         keeps.remove()?;
 
@@ -277,7 +277,7 @@ fn a_hook_that_has_not_let_go_is_refused_by_process_and_node(platform: Platform)
         host.node().run(&[&exec[..], &other].concat())?;
         let opened = host.node().path(format!("{BUNDLES}/job/rootfs/opened"));
         wait_for("the exec to open it", WAIT, || Ok(opened.exists().then_some(())))?;
-        refused(&others, host, &["(sleep)", "/dev/nvidia0 open"])?;
+        expect_refused(&others, host, &["(sleep)", "/dev/nvidia0 open"])?;
         // The hook `failed` was called.
         computes_on(&others, &gpu)?;
         others.remove()?;

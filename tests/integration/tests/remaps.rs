@@ -26,7 +26,7 @@ fn send(from: &GpuHost, to: &GpuHost, gpus: &[&str]) -> Result<()> {
 }
 
 /// The restore is refused with this code before runc is called, and nothing is left.
-fn refused(host: &GpuHost, restore: &str, code: &str) -> Result<()> {
+fn expect_refused(host: &GpuHost, restore: &str, code: &str) -> Result<()> {
     host.configure(&format!("[restore]\n{restore}\n"))?;
     let output = failure(Container::restore(host, "job", "checkpoint/job", 2).map(drop))?;
     ensure!(
@@ -62,13 +62,13 @@ fn linked_gpus_stay_linked_and_each_policy_holds(platform: Platform) -> Result<(
     on(hosts, |[a, b]| {
         send(a, b, &["0", "1"])?;
         b.watch_runc()?;
-        refused(
+        expect_refused(
             b,
             r#"gpus = ["0", "1"]
 policy = "strict""#,
             "FIRN-GPU-STRICT",
         )?;
-        refused(b, r#"gpus = ["0", "1"]"#, "FIRN-GPU-TOPOLOGY")?;
+        expect_refused(b, r#"gpus = ["0", "1"]"#, "FIRN-GPU-TOPOLOGY")?;
 
         let log = restored(
             b,
@@ -105,7 +105,7 @@ fn older_drivers_restore_onto_the_same_gpu_or_refuse(platform: Platform) -> Resu
         job.remove()?;
         host.idle()?;
         host.watch_runc()?;
-        refused(host, r#"gpus = ["1"]"#, "FIRN-DRIVER-TOO-OLD")?;
+        expect_refused(host, r#"gpus = ["1"]"#, "FIRN-DRIVER-TOO-OLD")?;
         restored(host, r#"gpus = ["0"]"#, 1, &[0])?;
 
         let job = Container::count(host, "job", &["0"], 1, &[])?;

@@ -47,7 +47,7 @@ impl Hold {
     }
 
     /// Waits until a call stands still.
-    fn reached(&self) -> Result<()> {
+    fn wait_until_reached(&self) -> Result<()> {
         wait_for("runc to stand still", LIMIT, || {
             Ok(self.0.join("stuck").exists().then_some(()))
         })
@@ -155,7 +155,7 @@ impl<'h> Pod<'h> {
     fn stuck(&self, verb: &str, client: &[&str], look: impl FnOnce() -> Result<()>) -> Result<CommandOutput> {
         let hold = Hold::on(self.host, verb)?;
         let mut client = self.host.node().spawn(client)?;
-        hold.reached()?;
+        hold.wait_until_reached()?;
         look().with_context(|| format!("while runc {verb} is stuck"))?;
         self.others_live()
             .with_context(|| format!("another container while runc {verb} is stuck"))?;
@@ -173,7 +173,7 @@ impl<'h> Pod<'h> {
     ) -> Result<CommandOutput> {
         let hold = Hold::on(self.host, verb)?;
         let client = self.host.node().spawn(client)?;
-        hold.reached()?;
+        hold.wait_until_reached()?;
         kill().with_context(|| format!("while runc {verb} is stuck"))?;
         let ended = CommandOutput::wait(client)?;
         drop(hold);
@@ -206,7 +206,7 @@ fn stuck_verbs(pod: &Pod<'_>) -> Result<()> {
         ensure!(state.contains("NOT_FOUND"), "{state}");
         Ok(())
     })?
-    .succeeded()?;
+    .expect_success()?;
     ensure!(pod.looks_at("held")? == Status::RUNNING);
     let held = Container::known(host, "held");
     held.remove()?;
@@ -219,35 +219,38 @@ fn stuck_verbs(pod: &Pod<'_>) -> Result<()> {
             Ok(())
         }
     };
-    pod.stuck("start", &start, looks(Status::CREATED))?.succeeded()?;
+    pod.stuck("start", &start, looks(Status::CREATED))?
+        .expect_success()?;
     let held = Container::known(host, "held");
     let exec = ["ctr", "tasks", "exec", "--exec-id", "e", "held", "true"];
-    pod.stuck("exec", &exec, looks(Status::RUNNING))?.succeeded()?;
+    pod.stuck("exec", &exec, looks(Status::RUNNING))?
+        .expect_success()?;
     pod.stuck(
         "pause",
         &["ctr", "tasks", "pause", "held"],
         looks(Status::PAUSING),
     )?
-    .succeeded()?;
+    .expect_success()?;
     held.becomes("PAUSED")?;
     pod.stuck(
         "resume",
         &["ctr", "tasks", "resume", "held"],
         looks(Status::PAUSED),
     )?
-    .succeeded()?;
+    .expect_success()?;
     held.becomes("RUNNING")?;
     pod.stuck("ps", &["ctr", "tasks", "ps", "held"], || {
         ensure!(pod.looks_at("held")? == Status::RUNNING);
         Ok(())
     })?
-    .succeeded()?;
+    .expect_success()?;
     let dump = ["ctr", "tasks", "checkpoint", "--image-path", "/tmp/image", "held"];
     pod.stuck("checkpoint", &dump, looks(Status::PAUSED))?
-        .succeeded()?;
+        .expect_success()?;
     host.node().run(&["rm", "-r", "/tmp/image"])?;
     let kill = ["ctr", "tasks", "kill", "--signal", "SIGKILL", "held"];
-    pod.stuck("kill", &kill, looks(Status::RUNNING))?.succeeded()?;
+    pod.stuck("kill", &kill, looks(Status::RUNNING))?
+        .expect_success()?;
     held.becomes("STOPPED")?;
     // ctr warns of the exit code by its own.
     pod.stuck("delete", &["ctr", "tasks", "delete", "held"], || {
@@ -269,7 +272,7 @@ fn stuck_update(pod: &Pod<'_>) -> Result<()> {
     });
     let hold = Hold::on(pod.host, "update")?;
     let updated = pod.task.begin::<Empty>("Update", &update, LIMIT)?;
-    hold.reached()?;
+    hold.wait_until_reached()?;
     pod.pids("held")?;
     ensure!(pod.looks_at("held")? == Status::RUNNING);
     pod.others_live()?;
@@ -323,7 +326,7 @@ fn clients_go(pod: &Pod<'_>) -> Result<()> {
     let paused = pod
         .task
         .begin::<Empty>("Pause", &pause, Duration::from_millis(500))?;
-    hold.reached()?;
+    hold.wait_until_reached()?;
     let seen = describe(&pod.task.end(paused), |_| "ok".to_owned());
     println!("a deadline that passes: {seen}");
     ensure!(seen != "ok", "the deadline did not pass");
@@ -337,7 +340,7 @@ fn clients_go(pod: &Pod<'_>) -> Result<()> {
     dump.path = "/tmp/image".to_owned();
     let client = Task::of(host, "other")?;
     let dumped = client.begin::<Empty>("Checkpoint", &dump, LIMIT)?;
-    hold.reached()?;
+    hold.wait_until_reached()?;
     drop((client, dumped));
     // Its connection is gone by the time that an exec, which a dump holds up, is asked for.
     pod.others_live()?;
@@ -364,7 +367,7 @@ fn creator_goes(pod: &Pod<'_>) -> Result<()> {
     for options in [&GROUP[..], &[]] {
         let hold = Hold::on(host, "create")?;
         let mut client = host.node().spawn(&ctr_run(host, options))?;
-        hold.reached()?;
+        hold.wait_until_reached()?;
         client.kill()?;
         client.wait()?;
         pod.others_live()?;
@@ -396,7 +399,7 @@ fn gpu_checkpoint(pod: &Pod<'_>) -> Result<()> {
         Ok(())
     };
     let held = count()?;
-    pod.stuck("checkpoint", &dump, looks)?.succeeded()?;
+    pod.stuck("checkpoint", &dump, looks)?.expect_success()?;
     held.goes_on(2)?;
     host.node().run(&["rm", "-r", "/tmp/image"])?;
     let ended = pod.cut_off("checkpoint", &dump, || pod.is_killed("held"))?;

@@ -23,7 +23,7 @@ fn image(source: &GpuHost, target: &GpuHost, options: &[&str]) -> Result<()> {
 }
 
 /// A restore of this image is refused with this code: before runc is called, and nothing is left.
-fn refused(host: &GpuHost, image: &str, code: &str) -> Result<()> {
+fn expect_refused(host: &GpuHost, image: &str, code: &str) -> Result<()> {
     let output = failure(Container::restore(host, "job", image, 1).map(drop))?;
     ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
     ensure!(output.contains("hint: "), "no hint in:\n{output}");
@@ -124,7 +124,7 @@ fn damaged_images_are_refused_before_runc_is_called(platform: Platform) -> Resul
             let mut archive = Archive::export(a, "checkpoint/job")?;
             archive.edit(damage)?;
             archive.import(b, &name)?;
-            refused(b, &name, code).with_context(|| (*what).to_owned())?;
+            expect_refused(b, &name, code).with_context(|| (*what).to_owned())?;
         }
         restores(b, "checkpoint/job")
     })
@@ -204,7 +204,7 @@ fn unfit_nodes_refuse_before_runc_is_called(platform: Platform) -> Result<()> {
         for target in targets() {
             b.replace_gpus(&(target.gpus)(), target.driver)?;
             b.configure(&target.configuration)?;
-            refused(b, "checkpoint/job", target.code).context(target.what)?;
+            expect_refused(b, "checkpoint/job", target.code).context(target.what)?;
         }
         b.configure("")?;
         b.replace_gpus(&[SimGpu::h200(2)], DRIVER)?;
@@ -224,9 +224,9 @@ fn too_few_gpus_are_refused_before_runc_is_called(platform: Platform) -> Result<
         job.remove()?;
         a.send_image("checkpoint/job", b)?;
         // The spec of the source asks for a /dev/nvidia1, which this node does not have.
-        refused(b, "checkpoint/job", "FIRN-GRANT-UNRESOLVED")?;
+        expect_refused(b, "checkpoint/job", "FIRN-GRANT-UNRESOLVED")?;
         b.configure("[restore]\ngpus = [\"0\"]\n")?;
-        refused(b, "checkpoint/job", "FIRN-GPU-COUNT")
+        expect_refused(b, "checkpoint/job", "FIRN-GPU-COUNT")
     })
 }
 
@@ -241,7 +241,7 @@ fn a_missing_mount_source_is_refused_before_runc_is_called(platform: Platform) -
                 b,
                 &["--mount", "type=bind,src=/srv/data,dst=/data,options=rbind:ro"],
             )?;
-            refused(b, "checkpoint/job", "FIRN-MOUNT-SOURCE-MISSING")?;
+            expect_refused(b, "checkpoint/job", "FIRN-MOUNT-SOURCE-MISSING")?;
             b.node().run(&["mkdir", "/srv/data"])?;
             restores(b, "checkpoint/job")
         },
@@ -291,7 +291,7 @@ fn a_driver_that_fails_a_restore_leaves_nothing(platform: Platform) -> Result<()
                 b.no_faults()?;
                 ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
                 ensure!(b.runc_has("restore")?, "runc was not called");
-                gone(b, "job").with_context(|| fault.join(" "))?;
+                expect_gone(b, "job").with_context(|| fault.join(" "))?;
             }
             b.configure("")?;
             restores(b, "checkpoint/job")
@@ -301,7 +301,7 @@ fn a_driver_that_fails_a_restore_leaves_nothing(platform: Platform) -> Result<()
 
 /// Removes what a failed `ctr containers restore` leaves in containerd, and makes sure that nothing else is
 /// left.
-fn gone(host: &GpuHost, id: &str) -> Result<()> {
+fn expect_gone(host: &GpuHost, id: &str) -> Result<()> {
     // The task is there when it failed at its start, and not when it failed before.
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", id]);
     host.node().run(&["ctr", "containers", "delete", id])?;
@@ -321,7 +321,7 @@ fn a_gpu_denied_by_the_cgroup_fails_the_restore(platform: Platform) -> Result<()
             b.replace_runc(deny)?;
             let output = failure(Container::restore(b, "job", "checkpoint/job", 1).map(drop))?;
             assert!(output.contains("FIRN-GPU-DRIVER:"), "{output}");
-            gone(b, "job")?;
+            expect_gone(b, "job")?;
             b.watch_runc()?;
             restores(b, "checkpoint/job")
         },

@@ -90,7 +90,7 @@ fn end(mut child: std::process::Child) -> Result<()> {
 }
 
 /// It is refused, and the message has all of these parts.
-fn refused(host: &GpuHost, job: &Container<'_>, parts: &[&str]) -> Result<()> {
+fn expect_refused(host: &GpuHost, job: &Container<'_>, parts: &[&str]) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/job"))?;
     for part in parts {
         ensure!(output.contains(part), "no {part:?} in {output}");
@@ -124,9 +124,9 @@ fn a_client_of_a_server_outside_is_refused_by_name_or_closed_in_the_copy(platfor
                 "(unix-talk), descriptor ",
                 ": stream from an unnamed socket to /srv/agent/s.sock",
             ];
-            refused(a, &source, &[&named[..], &["firn.dev/tcp=auto"]].concat())?;
+            expect_refused(a, &source, &[&named[..], &["firn.dev/tcp=auto"]].concat())?;
             a.configure("[checkpoint]\ntcp = \"keep\"\n")?;
-            refused(a, &source, &[&named[..], &["in the place of keep"]].concat())?;
+            expect_refused(a, &source, &[&named[..], &["in the place of keep"]].concat())?;
             talks_on(&source)?;
 
             auto(a)?;
@@ -249,7 +249,7 @@ fn a_connection_that_is_not_accepted_is_refused_by_name(platform: Platform) -> R
         wait_for("the client", WAIT, || {
             Ok(audit(host)?.contains("not accepted yet").then_some(()))
         })?;
-        refused(host, &job, &parts)?;
+        expect_refused(host, &job, &parts)?;
         goes_on(&job)?;
         job.remove()?;
         end(server)?;

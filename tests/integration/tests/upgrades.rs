@@ -232,7 +232,7 @@ enum Before {
 }
 
 /// A Debian host whose daemon becomes 2.3 under running containers.
-fn upgraded(platform: Platform, before: Before, name: &str) -> Result<()> {
+fn upgrade(platform: Platform, before: Before, name: &str) -> Result<()> {
     let containerd = Containerd::build()?;
     let host = GpuHost::for_test(platform, name, &[SimGpu::h200(1)])?;
     on([host], |[host]| {
@@ -264,11 +264,11 @@ fn upgraded(platform: Platform, before: Before, name: &str) -> Result<()> {
 }
 
 fn containers_survive_an_upgrade_of_containerd(platform: Platform) -> Result<()> {
-    upgraded(platform, Before::Firn, "dm-up")
+    upgrade(platform, Before::Firn, "dm-up")
 }
 
 fn containers_survive_an_upgrade_of_containerd_and_shim(platform: Platform) -> Result<()> {
-    upgraded(platform, Before::Stock, "dm-shim")
+    upgrade(platform, Before::Stock, "dm-shim")
 }
 
 /// Replaces firn's programs as a package manager does: another file under the same path.

@@ -64,7 +64,7 @@ fn beats_on(host: &GpuHost) -> Result<()> {
 
 /// A checkpoint is refused with this code, for this node, before runc is called, and the container continues;
 /// an audit reports it beforehand.
-fn refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
+fn expect_refused(host: &GpuHost, job: &Container<'_>, code: &str, named: &str) -> Result<()> {
     let (status, report) = host.firn_shows(&["audit", "job"])?;
     let report = report.to_string();
     ensure!(
@@ -86,7 +86,7 @@ fn gpus_in_use_of_unknown_or_mixed_vendors_are_refused(platform: Platform) -> Re
     on([host(platform, "vn-u")?], |[host]| {
         host.watch_runc()?;
         let graphics = with_open(host, &[RENDER])?;
-        refused(host, &graphics, "FIRN-GPU-VENDOR", RENDER)?;
+        expect_refused(host, &graphics, "FIRN-GPU-VENDOR", RENDER)?;
         beats_on(host)?;
         graphics.remove()?;
 
@@ -110,7 +110,7 @@ fn gpus_in_use_of_unknown_or_mixed_vendors_are_refused(platform: Platform) -> Re
         wait_for("the exec to open it", Duration::from_secs(30), || {
             Ok(opened.exists().then_some(()))
         })?;
-        refused(host, &both, "FIRN-GPU-MIXED", KFD)?;
+        expect_refused(host, &both, "FIRN-GPU-MIXED", KFD)?;
         both.goes_on(3)?;
         both.remove()?;
 
@@ -199,7 +199,7 @@ fn amd_gpus_are_dumped_and_restored_by_their_plugin_alone(platform: Platform) ->
     on([host(platform, "vn-amd")?], |[host]| {
         host.watch_runc()?;
         let job = with_open(host, &[KFD, RENDER])?;
-        refused(host, &job, "FIRN-AMD-PLUGIN", "/usr/lib/criu")?;
+        expect_refused(host, &job, "FIRN-AMD-PLUGIN", "/usr/lib/criu")?;
         for plugin in ["amdgpu_plugin.so", "cuda_plugin.so"] {
             host.node()
                 .write(format!("/usr/lib/criu/{plugin}"), "no library")?;

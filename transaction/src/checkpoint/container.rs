@@ -459,7 +459,7 @@ impl Device for ContainerEffects<'_> {
         match self.transaction.container.end_criu_code(pids.clone(), limit) {
             Some(ended) => unless_cancelled(self.transaction.cancel(), ended).await,
             None => {
-                let ended = blocking(move || criu_code::ended(&pids, limit));
+                let ended = blocking(move || criu_code::wait_for_end(&pids, limit));
                 unless_cancelled(self.transaction.cancel(), ended).await
             }
         }
@@ -515,7 +515,7 @@ impl Device for ContainerEffects<'_> {
         let limit = self.transaction.config.deadlines.rollback;
         let gpu = &mut self.gpu;
         let states = unless_cancelled(self.transaction.cancel(), async {
-            gpu.gone(limit).await?;
+            gpu.wait_until_gone(limit).await?;
             gpu.states(pids, limit).await
         })
         .await?;

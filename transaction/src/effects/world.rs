@@ -161,7 +161,7 @@ impl World {
     }
 
     /// No thread runs but those that nothing could stop, and none stays held.
-    pub fn suspended(&self) {
+    pub fn expect_suspended(&self) {
         assert!(self.frozen || self.freezing, "it runs: {:?}", self.calls);
         assert!(
             self.frozen || self.unstoppable > 0,

@@ -60,7 +60,7 @@ impl Named {
             bundle.join(names::BUNDLE_RESTORED_FROM),
             self.image.as_os_str().as_bytes(),
         );
-        let noted = noted.and_then(|()| noted::restored(Path::new(names::RESTORED), id, bundle));
+        let noted = noted.and_then(|()| noted::note(Path::new(names::RESTORED), id, bundle));
         let _noted = noted.or_warn(format_args!("container {id}: cannot note its checkpoint"));
         let image = self.image.display();
         match &*self.origin {

@@ -336,7 +336,7 @@ async fn check_again(prepared: &PreparedRestore, cancel: &CancellationToken) -> 
         return Ok(());
     };
     let limit = configured().deadlines.look;
-    let unchanged = stoppable(limit, cancel, move |_| verified.unchanged()).await;
+    let unchanged = stoppable(limit, cancel, move |_| verified.expect_unchanged()).await;
     unchanged
         .map_err(|left| refused(left_image(left, limit)))?
         .map_err(|error| refused(error.into()))

@@ -76,7 +76,7 @@ impl Copier {
     /// process still holds a stream open, or the client does not read.
     pub async fn drain(mut self, patience: Patience) -> bool {
         let deadline = Instant::now() + patience.limit;
-        let copied = self.copied(patience.idle, deadline).await;
+        let copied = self.wait_for_copies(patience.idle, deadline).await;
         self.outputs.shutdown().await;
         self.inputs.shutdown().await;
         // Order matters: the logging binary reads the end of its input once the terminal's copy has ended.
@@ -88,7 +88,7 @@ impl Copier {
     }
 
     /// Whether all copies have ended.
-    async fn copied(&mut self, idle: Duration, deadline: Instant) -> bool {
+    async fn wait_for_copies(&mut self, idle: Duration, deadline: Instant) -> bool {
         while !self.outputs.is_empty() {
             let before = self.progress.now();
             let pause = deadline.min(Instant::now() + idle);

@@ -50,7 +50,7 @@ impl Progress {
         self.0.load(Ordering::Relaxed)
     }
 
-    fn made(&self) {
+    fn advance(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
@@ -138,7 +138,7 @@ async fn copy(from: &Source, to: &AsyncFd<OwnedFd>, progress: &Progress) -> io::
         }
         write_all(to, &buffer[..count]).await?;
         last = Some(buffer[count - 1]);
-        progress.made();
+        progress.advance();
         consume_budget().await;
     }
 }
@@ -183,7 +183,7 @@ async fn append(from: &Source, file: &Arc<File>, stream: Stream, progress: &Prog
             log::warn!("cannot append to the log file, output of {stream} is lost: {error}");
         }
         failing = written.is_err();
-        progress.made();
+        progress.advance();
     }
 }
 
@@ -208,7 +208,7 @@ async fn move_pages(from: &AsyncFd<OwnedFd>, to: &AsyncFd<OwnedFd>, progress: &P
                     widen(from);
                     widen(to);
                 }
-                progress.made();
+                progress.advance();
                 consume_budget().await;
             }
             Err(Errno::EINTR) => {}
@@ -236,7 +236,7 @@ async fn wait_for_client(fifo: &AsyncFd<OwnedFd>, own_reader: OwnedFd, progress:
     while let Some(unread) = unread(fifo) {
         if unread < before {
             (before, pause) = (unread, LOOK);
-            progress.made();
+            progress.advance();
         }
         sleep(pause).await;
         pause = (2 * pause).min(LONGEST_LOOK);

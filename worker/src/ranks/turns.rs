@@ -81,7 +81,7 @@ impl Turns {
 
     /// Takes note that a rank's lock returned, or that the driver refused a call for it. Returns the ranks
     /// whose windows end now.
-    pub(super) fn returned(&mut self, rank: usize, is_locked: bool, now: Duration) -> Vec<usize> {
+    pub(super) fn note_return(&mut self, rank: usize, is_locked: bool, now: Duration) -> Vec<usize> {
         let returned = &mut self.ranks[rank];
         returned.at = if is_locked { At::Locked } else { At::Failed };
         let was_ahead = !returned.released;

@@ -13,7 +13,7 @@ fn discovery_queries_likely_processes_and_returns_restore_threads() {
     fake.maps(12, "/usr/lib/libcuda.so.580.95.05");
     fake.maps(13, "/usr/lib/libc.so.6");
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover {
+    let replies = shim.succeed(&Request::Discover {
         pids: vec![13, 12, 11, 4711],
     });
     let pids: Vec<_> = replies.iter().map(|reply| reply.pid).collect();
@@ -35,7 +35,7 @@ fn an_error_of_the_driver_is_not_taken_for_a_process_without_cuda() {
     fake.maps(11, "/dev/nvidia-uvm");
     fake.refuse_tid();
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![11] });
+    let replies = shim.succeed(&Request::Discover { pids: vec![11] });
     let error = replies[0].error.as_ref().map(|error| error.code);
     assert_eq!((replies[0].restore_tid, error), (None, Some(999)));
     shim.close();
@@ -47,7 +47,7 @@ fn a_failed_cuinit_is_an_error_of_the_process() {
     fake.maps(12, "/usr/lib/libcuda.so.1");
     fake.refuse_init();
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![12] });
+    let replies = shim.succeed(&Request::Discover { pids: vec![12] });
     let error = replies[0].error.as_ref().map(|error| error.call.as_str());
     assert_eq!(error, Some("cuInit"));
     shim.close();
@@ -58,9 +58,9 @@ fn a_checkpointed_process_is_discovered_by_its_library_alone() {
     let fake = Fake::with_processes(&[11]);
     fake.maps(11, "/usr/local/cuda/compat/libcuda.so.1");
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
-    let replies = shim.done(&Request::Discover { pids: vec![11] });
+    shim.succeed(&lock(&[11]));
+    shim.succeed(&Request::Checkpoint { pids: vec![11] });
+    let replies = shim.succeed(&Request::Discover { pids: vec![11] });
     assert_eq!(replies[0].restore_tid, Some(1011));
     shim.close();
 }
@@ -70,7 +70,7 @@ fn a_node_without_driver_has_no_cuda_processes() {
     let fake = Fake::without_driver();
     fake.maps(12, "/usr/lib/libcuda.so.1");
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&Request::Discover { pids: vec![12, 13] });
+    let replies = shim.succeed(&Request::Discover { pids: vec![12, 13] });
     assert_eq!(states(&replies), [(12, None), (13, None)]);
     shim.close();
 }
@@ -80,7 +80,7 @@ fn a_process_with_a_gpu_and_no_driver_is_an_error() {
     let fake = Fake::without_driver();
     fake.maps(11, "/dev/nvidia0");
     let mut shim = Shim::start(&fake);
-    let (message, hint) = shim.failed(&Request::Discover { pids: vec![11] });
+    let (message, hint) = shim.fail(&Request::Discover { pids: vec![11] });
     assert!(
         message.starts_with("no CUDA driver: cannot open libcuda.so.1"),
         "{message}"

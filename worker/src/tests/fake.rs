@@ -31,7 +31,7 @@ impl Gate {
     }
 
     /// Waits until a call stands at the door.
-    pub(super) fn entered(&self) {
+    pub(super) fn wait_for_entry(&self) {
         let state = self.state.lock().unwrap();
         let waited = self
             .changed

@@ -20,10 +20,10 @@ fn cuinit_is_called_for_a_restore_onto_a_gpu_without_persistence_mode_only() {
         own: Vec::new(),
     };
     let cycle = |shim: &mut Shim, pairs: &[GpuPair]| {
-        shim.done(&lock(&[11]));
-        shim.done(&Request::Checkpoint { pids: vec![11] });
-        shim.done(&restore(pairs));
-        shim.done(&Request::Unlock { pids: vec![11] });
+        shim.succeed(&lock(&[11]));
+        shim.succeed(&Request::Checkpoint { pids: vec![11] });
+        shim.succeed(&restore(pairs));
+        shim.succeed(&Request::Unlock { pids: vec![11] });
     };
     cycle(&mut shim, &[pair(2, 1)]);
     assert_eq!(fake.inits(), 0);
@@ -40,9 +40,9 @@ fn a_restore_whose_cuinit_fails_changes_nothing() {
     let fake = Fake::with_processes(&[11]);
     fake.refuse_init();
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
-    let (message, hint) = shim.failed(&Request::Restore {
+    shim.succeed(&lock(&[11]));
+    shim.succeed(&Request::Checkpoint { pids: vec![11] });
+    let (message, hint) = shim.fail(&Request::Restore {
         pids: vec![11],
         pairs: vec![],
         needs: GpuMemory::new(),
@@ -62,7 +62,7 @@ fn a_driver_that_requires_cuinit_is_called_again_after_it() {
     let fake = Fake::with_processes(&[11]);
     fake.demand_init();
     let mut shim = Shim::start(&fake);
-    let replies = shim.done(&lock(&[11]));
+    let replies = shim.succeed(&lock(&[11]));
     assert_eq!(states(&replies), [(11, Some(CudaState::Locked))]);
     assert_eq!(replies[0].error, None);
     assert_eq!(fake.inits(), 1);
@@ -74,8 +74,8 @@ fn a_driver_that_requires_cuinit_is_called_again_after_it() {
 fn a_restore_without_enough_gpu_memory_never_reaches_the_driver() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
+    shim.succeed(&lock(&[11]));
+    shim.succeed(&Request::Checkpoint { pids: vec![11] });
     let gpu = |n: u8| GpuUuid::from_bytes([n; 16]);
     let restore = |n: u8, bytes: u64| Request::Restore {
         pids: vec![11],
@@ -101,7 +101,7 @@ fn a_restore_without_enough_gpu_memory_never_reaches_the_driver() {
         "{refused:?}"
     );
     assert_eq!(fake.restored(), []);
-    shim.done(&restore(2, all));
+    shim.succeed(&restore(2, all));
     assert_eq!(fake.restored(), [(11, Vec::new())]);
     shim.close();
 }
@@ -111,8 +111,8 @@ fn a_restore_without_enough_gpu_memory_never_reaches_the_driver() {
 fn memory_of_the_same_container_is_no_obstacle() {
     let fake = Fake::with_processes(&[11]);
     let mut shim = Shim::start(&fake);
-    shim.done(&lock(&[11]));
-    shim.done(&Request::Checkpoint { pids: vec![11] });
+    shim.succeed(&lock(&[11]));
+    shim.succeed(&Request::Checkpoint { pids: vec![11] });
     let restore = |bytes| Request::Restore {
         pids: vec![11],
         pairs: Vec::new(),
@@ -126,7 +126,7 @@ fn memory_of_the_same_container_is_no_obstacle() {
         matches!(refused, Reply::NoMemory { needed, .. } if needed == (140 << 30) + 1),
         "{refused:?}"
     );
-    shim.done(&restore(all));
+    shim.succeed(&restore(all));
     assert_eq!(fake.restored(), [(11, Vec::new())]);
     shim.close();
 }

@@ -41,7 +41,7 @@ type Refused = (
     u32,
 );
 
-fn compared(namespace: Namespace, dirs: &[&str], sets: &[Set], of_init: u32) -> Result<(), String> {
+fn compare_sets(namespace: Namespace, dirs: &[&str], sets: &[Set], of_init: u32) -> Result<(), String> {
     let host = Host {
         cgroups: ["memory".to_owned()].into(),
         oom_score_adj: 0,
@@ -85,7 +85,7 @@ fn the_containers_own_cgroup_and_those_below_are_taken() {
         (Without, &["default/c/x", "default/c"], &[without_root]),
     ];
     for (namespace, dirs, sets) in cases {
-        let found = compared(namespace, dirs, sets, OF_INIT);
+        let found = compare_sets(namespace, dirs, sets, OF_INIT);
         assert_eq!(found, Ok(()), "{namespace:?} {dirs:?} {sets:?}");
     }
 }
@@ -126,7 +126,7 @@ fn cgroups_other_than_the_containers_own_are_refused() {
         ),
     ];
     for (what, namespace, dirs, sets, of_init) in cases {
-        let fault = compared(namespace, dirs, sets, of_init).expect_err(what);
+        let fault = compare_sets(namespace, dirs, sets, of_init).expect_err(what);
         assert!(fault.contains(what), "{namespace:?} {dirs:?} {sets:?}: {fault}");
     }
 }

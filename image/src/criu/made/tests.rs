@@ -87,7 +87,7 @@ impl Container {
     }
 
     /// Compares it with the spec that allows what it has, edited.
-    fn checked(&self, edit: impl Fn(&mut Value)) -> Result<(), ImageFault> {
+    fn check(&self, edit: impl Fn(&mut Value)) -> Result<(), ImageFault> {
         let own = |(kind, _): &(&str, &str)| json!({ "type": kind });
         let mut spec = json!({
             "process": {
@@ -234,9 +234,9 @@ const TIGHTENED: [Tightened; 14] = [
 fn a_container_is_taken_by_its_spec_and_by_none_that_allows_less() {
     let container = Container::start();
     let init = container.init;
-    assert_eq!(container.checked(|_| {}), Ok(()));
+    assert_eq!(container.check(|_| {}), Ok(()));
     let joined = container
-        .checked(|spec| spec["linux"]["namespaces"][1]["path"] = json!(format!("/proc/{init}/ns/net")));
+        .check(|spec| spec["linux"]["namespaces"][1]["path"] = json!(format!("/proc/{init}/ns/net")));
     assert_eq!(joined, Ok(()));
     let label = label_of(&fs::read("/proc/self/attr/current").unwrap_or_default());
     let label = if label.is_empty() { "none" } else { &label };
@@ -247,7 +247,7 @@ fn a_container_is_taken_by_its_spec_and_by_none_that_allows_less() {
         };
         let what = what.replace("PID", &init.to_string());
         let expected = fault(&file, &what, &found.replace("LABEL", label), allowed);
-        assert_eq!(container.checked(edit), expected);
+        assert_eq!(container.check(edit), expected);
     }
 }
 

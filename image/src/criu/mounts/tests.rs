@@ -139,13 +139,13 @@ fn mount(line: &str) -> Option<Mount> {
     })
 }
 
-fn compared(spec: fn() -> Value, edits: &[&str]) -> Result<(), String> {
+fn compare_spec(spec: fn() -> Value, edits: &[&str]) -> Result<(), String> {
     let mounts = edited(OF_IMAGE, edits, 6).lines().filter_map(mount).collect();
     let known = Known::of(&Spec::from(spec()), &host()).unwrap();
     compare("mountpoints-1.img", known, mounts, &host()).map_err(|fault| fault.to_string())
 }
 
-fn compared_made(spec: fn() -> Value, edits: &[&str]) -> Result<(), String> {
+fn compare_made(spec: fn() -> Value, edits: &[&str]) -> Result<(), String> {
     let entries = mountinfo::parse(edited(MADE, edits, 4).as_bytes());
     let made = check_made(&Spec::from(spec()), "mountinfo", &entries, &host());
     made.map_err(|fault| fault.to_string())
@@ -217,7 +217,7 @@ fn mounts_that_show_no_more_than_the_spec_are_taken() {
         (given, &["ext4 9 2 95 rw /empty /proc/acpi /proc/acpi"]),
     ];
     for (spec, edits) in CASES {
-        assert_eq!(compared(*spec, edits), Ok(()), "{edits:?}");
+        assert_eq!(compare_spec(*spec, edits), Ok(()), "{edits:?}");
     }
 }
 
@@ -438,7 +438,7 @@ fn mounts_that_show_more_are_refused() {
         ),
     ];
     for (what, (spec, edits)) in CASES {
-        let fault = compared(*spec, edits).expect_err(what);
+        let fault = compare_spec(*spec, edits).expect_err(what);
         assert!(
             fault.contains(&format!("the mount {what}")),
             "{what}, {edits:?}: {fault}"

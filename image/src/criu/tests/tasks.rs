@@ -37,7 +37,7 @@ impl Second {
         std::fs::write(dir.join(mounts), read("mountpoints-13.img")).unwrap();
     }
 
-    fn checked(&self, spec: Value) -> Result<(), ImageFault> {
+    fn check(&self, spec: Value) -> Result<(), ImageFault> {
         let dir = tempfile::tempdir().unwrap();
         given().write(dir.path());
         self.write(dir.path());
@@ -50,7 +50,7 @@ fn of_a_process_that_has_ended_nothing_is_asked_but_that_it_has() {
     let code = |state| {
         let second = Second { state, mounts: 13 };
         second
-            .checked(given().spec)
+            .check(given().spec)
             .err()
             .map(|fault| fault.code().to_owned())
     };
@@ -70,7 +70,7 @@ fn of_a_process_that_has_ended_nothing_is_asked_but_that_it_has() {
 #[test]
 fn only_a_container_that_may_mount_has_more_than_one_mount_namespace() {
     let second = Second { state: 1, mounts: 33 };
-    let fault = second.checked(given().spec).unwrap_err();
+    let fault = second.check(given().spec).unwrap_err();
     let expected = "mountpoints-33.img asks for more than the container's spec allows: \
                     the number of mount namespaces is 2";
     assert!(fault.to_string().starts_with(expected), "{fault}");
@@ -78,7 +78,7 @@ fn only_a_container_that_may_mount_has_more_than_one_mount_namespace() {
     spec["process"]["capabilities"]["bounding"] = json!(["CAP_SYS_ADMIN", "CAP_CHOWN", "CAP_KILL"]);
     let namespaces = spec["linux"]["namespaces"].as_array_mut().unwrap();
     namespaces.retain(|namespace| namespace["type"] != "user");
-    assert_eq!(second.checked(spec), Ok(()));
+    assert_eq!(second.check(spec), Ok(()));
 }
 
 #[test]
@@ -97,9 +97,9 @@ fn a_user_namespace_that_the_spec_does_not_make_may_have_any_map() {
         for map in ["uidMappings", "gidMappings"] {
             image.spec["linux"][map] = json!([]);
         }
-        assert!(image.checked().is_err(), "it makes one without any id");
+        assert!(image.check().is_err(), "it makes one without any id");
         edit(&mut image.spec["linux"]["namespaces"]);
-        assert_eq!(image.checked(), Ok(()));
+        assert_eq!(image.check(), Ok(()));
     }
 }
 
@@ -113,6 +113,6 @@ fn a_container_that_may_take_the_cpu_may_have_taken_it() {
         image.policy = 2;
         let may = bounding[0] == "CAP_SYS_NICE";
         image.spec["process"]["capabilities"]["bounding"] = bounding;
-        assert_eq!(image.checked().is_ok(), may);
+        assert_eq!(image.check().is_ok(), may);
     }
 }

@@ -247,10 +247,10 @@ fn under(
             // is as good.
             std::thread::sleep(Duration::from_millis(300));
             ends(testbed)?;
-            answered(&mut call).map(|_| Outcome::Ended)
+            answer_of(&mut call).map(|_| Outcome::Ended)
         }
         Then::GoesOn | Then::Ended => {
-            let answer = answered(&mut call)?;
+            let answer = answer_of(&mut call)?;
             let output = answer.as_ref().err().map_or("success", String::as_str).to_owned();
             // CRIU that sleeps in the file system cannot be killed and holds the tasks that it traces.
             let held = stall.since == Since::Dump && output.contains("FIRN-GPU-SUSPENDED");
@@ -278,7 +278,7 @@ fn under(
 }
 
 /// The answer, which must come however long the file system hangs.
-fn answered(call: &mut Call) -> Result<Result<(), String>> {
+fn answer_of(call: &mut Call) -> Result<Result<(), String>> {
     wait_for("the end of the checkpoint", OVER, || {
         Ok(call.is_over()?.then_some(()))
     })?;

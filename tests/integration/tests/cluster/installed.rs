@@ -65,7 +65,7 @@ fn apply(cluster: &Cluster, dir: &str) -> Result<()> {
 }
 
 /// Waits until a label of the node has the value, or is not there.
-fn labelled(cluster: &Cluster, member: &Member, label: &str, value: Option<&str>) -> Result<()> {
+fn expect_label(cluster: &Cluster, member: &Member, label: &str, value: Option<&str>) -> Result<()> {
     wait_for(
         &format!("{} to have {label}={value:?}", member.name()),
         LIMIT,
@@ -134,12 +134,12 @@ pub fn by_daemonset(cluster: &Cluster) -> Result<()> {
     write_shipped(cluster, "v1")?;
     apply(cluster, "install")?;
     for member in cluster.members() {
-        labelled(cluster, member, RUNTIME, Some("restart-containerd"))?;
+        expect_label(cluster, member, RUNTIME, Some("restart-containerd"))?;
         member.restart_containerd()?;
-        labelled(cluster, member, RUNTIME, Some("ready"))?;
-        labelled(cluster, member, "firn.dev/driver", Some("580.159.04"))?;
-        labelled(cluster, member, "firn.dev/gpu-model", Some("NVIDIA-H200"))?;
-        labelled(cluster, member, "firn.dev/remap", Some("true"))?;
+        expect_label(cluster, member, RUNTIME, Some("ready"))?;
+        expect_label(cluster, member, "firn.dev/driver", Some("580.159.04"))?;
+        expect_label(cluster, member, "firn.dev/gpu-model", Some("NVIDIA-H200"))?;
+        expect_label(cluster, member, "firn.dev/remap", Some("true"))?;
     }
     cluster.apply(&deployment("served", 1, ""))?;
     let pod = running(cluster, "served", 1)?.remove(0);
@@ -152,7 +152,7 @@ pub fn by_daemonset(cluster: &Cluster) -> Result<()> {
             let here = fs::metadata(member.path(SHIM))?.len();
             Ok((here == fs::metadata(&next)?.len()).then_some(()))
         })?;
-        labelled(cluster, member, RUNTIME, Some("ready"))?;
+        expect_label(cluster, member, RUNTIME, Some("ready"))?;
     }
     answers(cluster, &pod, reached + 2)?;
     goes(cluster, &pod)?;
@@ -164,8 +164,8 @@ fn goes(cluster: &Cluster, pod: &Value) -> Result<()> {
     let reached = answers(cluster, pod, 0)?;
     apply(cluster, "remove")?;
     for member in cluster.members() {
-        labelled(cluster, member, RUNTIME, None)?;
-        labelled(cluster, member, "firn.dev/version", None)?;
+        expect_label(cluster, member, RUNTIME, None)?;
+        expect_label(cluster, member, "firn.dev/version", None)?;
         if pod["spec"]["nodeName"] == member.name() {
             agent_prints(cluster, member, "FIRN-INSTALL-IN-USE")?
         } else {

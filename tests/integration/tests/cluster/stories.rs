@@ -13,11 +13,11 @@ use crate::{installed, plugins};
 type Story = fn(&Cluster) -> Result<()>;
 
 pub const STORIES: &[(&str, Story)] = &[
-    ("a drained job continues on the other node", drained),
+    ("a drained job continues on the other node", drain),
     ("what cannot be drained is named and not touched", not_drained),
     (
         "a job whose memory lies in a store, or that writes to a volume, is not ended",
-        kept,
+        keep_after_failure,
     ),
     ("a drain that fails costs nothing", failed_drains),
     ("a drain keeps what continues nowhere", late),
@@ -213,7 +213,7 @@ fn files(member: &Member, dir: &str) -> Result<String> {
     Ok(member.run(&["find", dir, "-type", "f"])?.stdout)
 }
 
-fn drained(cluster: &Cluster) -> Result<()> {
+fn drain(cluster: &Cluster) -> Result<()> {
     allow(cluster)?;
     let annotations = "firn.dev/restore-from: server=server-moved, firn.dev/restore-fallback: cold";
     let before = on_north(cluster, "server", annotations)?;
@@ -298,7 +298,7 @@ fn goes_on_here(cluster: &Cluster, pod: &Value, reached: u64) -> Result<u64> {
     answers(cluster, pod, reached)
 }
 
-fn kept(cluster: &Cluster) -> Result<()> {
+fn keep_after_failure(cluster: &Cluster) -> Result<()> {
     allow(cluster)?;
     let annotations = "firn.dev/restore-from: server=server-moved, firn.dev/restore-fallback: cold";
     // Small memory stays in the image.

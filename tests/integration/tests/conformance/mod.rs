@@ -174,7 +174,7 @@ pub(crate) fn suite() -> matrix::Suite {
         .collect();
     let flaky_trials = Arc::new(FlakyTrials::default());
     let mut trials = vec![
-        matrix::without_node("docs/design/parity.md lists the differences", listed),
+        matrix::without_node("docs/design/parity.md lists the differences", compare_list),
         matrix::without_node("a difference that stays fails its trial", flaky::is_strict),
     ];
     // Neighbours are of different platforms, so that tests that run at the same time do not wait for each
@@ -275,7 +275,7 @@ fn compare(point: Point, stock: &str, firn: &str) -> Result<()> {
 }
 
 /// Whether docs/design/parity.md has a row for every point in which firn differs, and for no other.
-fn listed() -> Result<()> {
+fn compare_list() -> Result<()> {
     let text = include_str!("../../../../docs/design/parity.md");
     let rows: Vec<&str> = text
         .lines()

@@ -137,7 +137,7 @@ fn names(cri: Cri<'_>) -> Result<String> {
 }
 
 /// Names the image by its digest too, as it would be if it had been pulled.
-fn pulled(cri: Cri<'_>) -> Result<()> {
+fn pull(cri: Cri<'_>) -> Result<()> {
     let node = cri.host.node();
     let ctr = ["ctr", "--namespace", "k8s.io", "images"];
     let list = node.run(&[&ctr[..], &["list"]].concat())?.stdout;
@@ -156,7 +156,7 @@ fn pulled(cri: Cri<'_>) -> Result<()> {
 }
 
 fn plain(cri: Cri<'_>) -> Result<String> {
-    pulled(cri)?;
+    pull(cri)?;
     let pod = cri.pod("pod")?;
     let container = pod.start("c", COUNT)?;
     let before = beyond(&container, 3)?;
@@ -181,7 +181,7 @@ fn plain(cri: Cri<'_>) -> Result<String> {
 
 /// Whoever may make a pod could restore an image of theirs.
 fn off(cri: Cri<'_>) -> Result<String> {
-    pulled(cri)?;
+    pull(cri)?;
     let pod = cri.pod("pod")?;
     let container = pod.start("c", COUNT)?;
     beyond(&container, 3)?;
@@ -196,7 +196,7 @@ fn off(cri: Cri<'_>) -> Result<String> {
 }
 
 fn gpu(cri: Cri<'_>) -> Result<String> {
-    pulled(cri)?;
+    pull(cri)?;
     let counter = [
         "/bin/gpu-counter",
         "--out",

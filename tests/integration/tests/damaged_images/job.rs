@@ -114,7 +114,7 @@ impl<'h> Job<'h> {
     }
 
     /// Accepted: the refusals are not for another reason.
-    pub fn accepted(&self, image: &str) -> Result<()> {
+    pub fn expect_accepted(&self, image: &str) -> Result<()> {
         self.create(image)?
             .with_context(|| format!("create from {image}"))?;
         self.delete()

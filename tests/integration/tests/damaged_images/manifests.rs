@@ -148,7 +148,7 @@ pub fn lies(job: &Job<'_>, image: &str, dir: &Path) -> Result<()> {
     // A field of the future is skipped, without one call in another, and does no harm.
     for text in [&bombs, &wide] {
         forge(dir, text)?;
-        job.accepted(image)?;
+        job.expect_accepted(image)?;
     }
     forge(dir, &"x".repeat(LONG))?;
     job.refused(image, &["FIRN-MANIFEST-TOO-LARGE"])?;
@@ -172,5 +172,5 @@ pub fn lies(job: &Job<'_>, image: &str, dir: &Path) -> Result<()> {
     fs::write(&file, &kept)?;
     let used = shim_memory(job.host)?;
     ensure!(used < MEMORY, "the shim has had {used} KiB");
-    job.accepted(image)
+    job.expect_accepted(image)
 }

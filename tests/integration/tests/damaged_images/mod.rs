@@ -136,7 +136,7 @@ fn is_memory(file: &Path, kept: &Path) -> Result<bool> {
 fn every_damage(job: &Job<'_>, image: &str, dir: &Path, other: &Path) -> Result<usize> {
     let names = listed(dir)?;
     ensure!(names.iter().any(|name| name.starts_with("pages-")), "{names:?}");
-    job.accepted(image).context("as it was made")?;
+    job.expect_accepted(image).context("as it was made")?;
     let mut cases = 0;
     for name in &names {
         let file = dir.join(name);
@@ -158,7 +158,7 @@ fn every_damage(job: &Job<'_>, image: &str, dir: &Path, other: &Path) -> Result<
         }
         fs::remove_file(&kept)?;
     }
-    job.accepted(image).context("as it was made again")?;
+    job.expect_accepted(image).context("as it was made again")?;
     Ok(cases)
 }
 
@@ -194,7 +194,7 @@ fn additions(job: &Job<'_>, image: &str, dir: &Path) -> Result<()> {
     fs::remove_file(dir.join("parent"))?;
     // Nobody reads it.
     fs::write(dir.join("notes"), "x")?;
-    job.accepted(image)?;
+    job.expect_accepted(image)?;
     Ok(fs::remove_file(dir.join("notes"))?)
 }
 

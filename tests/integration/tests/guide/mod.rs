@@ -158,14 +158,14 @@ const PAGES: &[Story] = &[
     Story {
         path: "docs/guide/operating.md",
         steps: &[
-            Do(operated),
+            Do(operate),
             A(1),
             Left(2, "needs a checkpoint that lasts; the suite listing watches one"),
             A(3),
             Left(4, "needs systemd; the suite package enables them"),
             Left(5, "needs journald"),
             A(6),
-            Do(paused),
+            Do(pause),
             A(7),
             Do(a_counts),
             A(8),
@@ -184,7 +184,7 @@ const PAGES: &[Story] = &[
     },
     Story {
         path: "docs/guide/restore-onto-other-gpus.md",
-        steps: &[Do(operated), A(1), A(2)],
+        steps: &[Do(operate), A(1), A(2)],
         replace: &[],
     },
     Story {
@@ -297,7 +297,7 @@ fn goes_on_with_another([a, _]: &[GpuHost; 2]) -> Result<()> {
 }
 
 /// A container, its pid, its spec, an image directory, and the inventory of the other node.
-fn operated([a, b]: &[GpuHost; 2]) -> Result<()> {
+fn operate([a, b]: &[GpuHost; 2]) -> Result<()> {
     let job = Container::count(a, "job", &["0"], 1, &[])?;
     job.goes_on(2)?;
     let spec = a.node().read(format!("{BUNDLES}/job/config.json"))?;
@@ -336,7 +336,7 @@ fn without_a_store(hosts: &[GpuHost; 2]) -> Result<()> {
     })
 }
 
-fn paused([a, _]: &[GpuHost; 2]) -> Result<()> {
+fn pause([a, _]: &[GpuHost; 2]) -> Result<()> {
     Container::known(a, "job").task(&["pause"]).map(drop)
 }
 

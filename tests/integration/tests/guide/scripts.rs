@@ -85,7 +85,7 @@ fn moves([a, b]: &[GpuHost; 2], script: &str, arguments: &[&str], options: &str)
         .args(arguments)
         .env("OPTIONS", options)
         .output()?;
-    CommandOutput::from(output).succeeded()?;
+    CommandOutput::from(output).expect_success()?;
     let job = Container::known(b, "job").counting(1).moved_before();
     job.goes_on(3)?;
     ensure!(

@@ -54,7 +54,7 @@ pub fn transactions_are_kept_with_phases_and_codes(platform: Platform) -> Result
         }
         is_complete(host, &all)?;
         failed_one(host)?;
-        logged(host, log, &all)?;
+        expect_logged(host, log, &all)?;
         copy.remove()
     })
 }
@@ -144,7 +144,7 @@ fn failed_one(host: &GpuHost) -> Result<()> {
 }
 
 /// Every line of a transaction names the container and the transaction; all transactions have lines.
-fn logged(host: &GpuHost, since: usize, all: &[Value]) -> Result<()> {
+fn expect_logged(host: &GpuHost, since: usize, all: &[Value]) -> Result<()> {
     let log = host.log_since(since)?;
     let lines = || log.lines().filter(|line| line.contains("msg=\"op="));
     ensure!(lines().count() > 10, "{log}");

@@ -53,7 +53,7 @@ pub fn metrics_are_printed_and_written(platform: Platform) -> Result<()> {
         ] {
             ensure!(has(&parked, sample), "no {sample} in\n{parked}");
         }
-        written(host)?;
+        expect_written(host)?;
         job.task(&["resume"])?;
         let resumed = metrics()?;
         ensure!(
@@ -65,7 +65,7 @@ pub fn metrics_are_printed_and_written(platform: Platform) -> Result<()> {
 }
 
 /// The file for node_exporter is whole, for everybody to read, and alone.
-fn written(host: &GpuHost) -> Result<()> {
+fn expect_written(host: &GpuHost) -> Result<()> {
     let node = host.node();
     node.run(&["mkdir", "/var/lib/textfile"])?;
     for _ in 0..2 {

@@ -150,7 +150,7 @@ fn make(host: &GpuHost, image: &str, runtime: &str, edit: fn(&Path) -> Result<()
 }
 
 /// firn refuses it before runc is called, and nothing is there afterwards.
-fn refused(host: &GpuHost, image: &str, case: &Case) -> Result<()> {
+fn expect_refused(host: &GpuHost, image: &str, case: &Case) -> Result<()> {
     make(host, image, FIRN, case.edit)?;
     let output = failure(Container::restore(host, "job", HOSTILE, 1).map(drop))?;
     let code = format!("{}:", case.code_of(image));
@@ -399,7 +399,7 @@ fn images_that_ask_for_more_than_the_spec_are_refused(platform: Platform) -> Res
         host.watch_runc()?;
         for case in CASES {
             for image in [PLAIN, GPU] {
-                refused(host, image, case).with_context(|| format!("{}, {image}", case.what))?;
+                expect_refused(host, image, case).with_context(|| format!("{}, {image}", case.what))?;
             }
         }
         no_cgroup_is_made(host)?;

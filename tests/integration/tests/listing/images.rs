@@ -25,7 +25,7 @@ fn names(host: &GpuHost) -> Result<Vec<String>> {
 }
 
 /// `firn images prune` with these words fails with this code, and removes nothing.
-fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
+fn expect_refused(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
     let before = names(host)?;
     let output = failure(host.node().run(&[&["firn", "images", "prune"], words].concat()))?;
     ensure!(output.contains(code), "{words:?}: {output}");
@@ -34,9 +34,9 @@ fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
 }
 
 fn only_what_is_named_is_removed(host: &GpuHost) -> Result<()> {
-    refused(host, &["checkpoint/none"], "FIRN-PRUNE-UNKNOWN")?;
-    refused(host, &["checkpoint/one"], "FIRN-PRUNE-UNKNOWN: there are several")?;
-    refused(host, &[IMAGE], "FIRN-PRUNE-UNKNOWN")?;
+    expect_refused(host, &["checkpoint/none"], "FIRN-PRUNE-UNKNOWN")?;
+    expect_refused(host, &["checkpoint/one"], "FIRN-PRUNE-UNKNOWN: there are several")?;
+    expect_refused(host, &[IMAGE], "FIRN-PRUNE-UNKNOWN")?;
     let dry = host.firn(&["images", "prune", "checkpoint/two", "--dry-run"])?;
     ensure!(dry["removed"][0]["name"] == "checkpoint/two", "{dry}");
     ensure!(names(host)?.contains(&"checkpoint/two".to_owned()));

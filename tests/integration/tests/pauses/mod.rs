@@ -58,7 +58,7 @@ fn error_of(host: &GpuHost, command: &[&str]) -> Result<String> {
 }
 
 /// Sees that a command fails with these words in its error.
-fn refused(host: &GpuHost, command: &[&str], words: &[&str]) -> Result<()> {
+fn expect_refused(host: &GpuHost, command: &[&str], words: &[&str]) -> Result<()> {
     let error = error_of(host, command)?;
     for word in words {
         ensure!(error.contains(word), "{word}: {error}");
@@ -381,7 +381,7 @@ fn a_failed_move_goes_back(platform: Platform) -> Result<()> {
 /// What a pause or move cannot do is refused by name, and the container runs on.
 fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
     on([host(platform, "pa-refuse")?], |[host]| {
-        let refuse = |command: &[&str], words: &[&str]| refused(host, command, words);
+        let refuse = |command: &[&str], words: &[&str]| expect_refused(host, command, words);
         let two = Container::count_with(host, "two", &["0"], 2, &RELEASE, &["--procs", "2"])?;
         two.goes_on(2)?;
         refuse(
@@ -428,7 +428,7 @@ fn what_cannot_be_parked_or_moved_is_refused(platform: Platform) -> Result<()> {
 /// Device rules close nothing that is open.
 fn a_gpu_that_a_process_keeps_open_is_not_taken(platform: Platform) -> Result<()> {
     on([host(platform, "pa-kept")?], |[host]| {
-        let refuse = |command: &[&str], words: &[&str]| refused(host, command, words);
+        let refuse = |command: &[&str], words: &[&str]| expect_refused(host, command, words);
         // Under another name.
         let script = "cp -a /dev/nvidia0 /keep; sleep 1000 </keep & exec /bin/gpu-counter --out /counter.log \
                       --interval-ms 50 --mib 8";

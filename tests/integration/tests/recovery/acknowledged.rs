@@ -72,7 +72,7 @@ pub fn hold(host: &GpuHost, point: &str) -> Result<()> {
     host.node().write(HOLD, point)
 }
 
-pub fn held(host: &GpuHost) -> Result<()> {
+pub fn wait_until_held(host: &GpuHost) -> Result<()> {
     wait_for("the point", LIMIT, || {
         Ok(host.node().path(HELD).exists().then_some(()))
     })
@@ -115,7 +115,7 @@ fn restores(host: &GpuHost, points: &[&str]) -> Result<()> {
         let each = || {
             hold(host, point)?;
             let client = Container::begin_restore(host, "job", "checkpoint/job")?;
-            held(host)?;
+            wait_until_held(host)?;
             kill_at(host, &mut events, &mut exits)?;
             let stderr = CommandOutput::wait(client)?.stderr;
             ensure!(
@@ -147,7 +147,7 @@ fn checkpoints(
             hold(host, point)?;
             let task = Task::of(host, "job")?;
             let pending = checkpoint(&task, exit)?;
-            held(host)?;
+            wait_until_held(host)?;
             kill_at(host, &mut events, &mut exits)?;
             // As it ends: it may have been done before.
             let _ = task.end(pending);
@@ -166,7 +166,7 @@ fn ended_by_checkpoint(host: &GpuHost, point: &str) -> Result<()> {
     hold(host, point)?;
     let task = Task::of(host, "job")?;
     let pending = checkpoint(&task, true)?;
-    held(host)?;
+    wait_until_held(host)?;
     let _ = task.kill("", 9, false);
     go_on(host)?;
     let ended = task.end(pending);

@@ -10,7 +10,7 @@ use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use firn_lab::{CommandOutput, FIRN, GpuHost, Pending, Task, describe, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
-use super::acknowledged::{go_on, held, hold};
+use super::acknowledged::{go_on, hold, wait_until_held};
 use super::{AT_ONCE, IMAGE, LIMIT, Stop, checkpoint, host, idle_loop};
 
 /// How long an update waits.
@@ -94,7 +94,7 @@ fn an_update_waits_for_a_dump(host: &GpuHost) -> Result<()> {
     hold(host, "criu-dump")?;
     let task = Task::of(host, "job")?;
     let dump = checkpoint(&task, false)?;
-    held(host)?;
+    wait_until_held(host)?;
     let (begun, updated) = (Instant::now(), update(&task)?);
     let output = describe(&task.end(updated), |_| "success".to_owned());
     ensure!(output.contains("FIRN-BUSY: cannot update"), "{output}");

@@ -145,7 +145,7 @@ impl Stop {
     }
 
     /// Waits until it stands still in this phase.
-    fn reached(self, host: &GpuHost, phase: &str) -> Result<()> {
+    fn wait_until_reached(self, host: &GpuHost, phase: &str) -> Result<()> {
         let mut last = None;
         let waited = wait_for("the phase", LIMIT, || {
             last = self::phase(host);
@@ -184,7 +184,7 @@ fn begin<'h>(host: &'h GpuHost, point: &Point) -> Result<(Container<'h>, Task, P
     point.stop.set(host)?;
     let task = Task::of(host, "job")?;
     let pending = checkpoint(&task, point.exit)?;
-    point.stop.reached(host, point.phase)?;
+    point.stop.wait_until_reached(host, point.phase)?;
     Ok((job, task, pending))
 }
 
@@ -297,7 +297,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
         stop.set(host)?;
         let task = Task::of(host, "job")?;
         let pending = checkpoint(&task, true)?;
-        stop.reached(host, "criu-dump")?;
+        stop.wait_until_reached(host, "criu-dump")?;
         if shim {
             host.kill_shim("job")?;
             task_is_gone(&job)?;
@@ -319,7 +319,7 @@ fn without_gpu(host: &GpuHost) -> Result<()> {
 }
 
 /// A client deletes the container by force, as `ctr` does it, in the middle of a dump.
-fn deleted(host: &GpuHost) -> Result<()> {
+fn delete(host: &GpuHost) -> Result<()> {
     let point = point(Stop::Criu("post-dump"), "criu-dump", false, false);
     let (job, task, pending) = begin(host, &point)?;
     let begun = Instant::now();
@@ -363,7 +363,7 @@ fn a_killed_container_ends_at_once(platform: Platform) -> Result<()> {
         }
         at_points(host, POINTS, killed_at)?;
         killed_in_finish(host)?;
-        deleted(host)?;
+        delete(host)?;
         without_gpu(host)
     })
 }

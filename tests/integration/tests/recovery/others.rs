@@ -15,7 +15,7 @@ fn left_alone(host: &GpuHost) -> Result<()> {
         stop.set(host)?;
         let dump = ["ctr", "tasks", "checkpoint", "--image-path", IMAGE, "job"];
         let mut client = host.node().spawn(&dump)?;
-        stop.reached(host, "criu-dump")?;
+        stop.wait_until_reached(host, "criu-dump")?;
         if containerd {
             host.node().kill_containerd()?;
         } else {
@@ -53,7 +53,7 @@ fn criu_killed(host: &GpuHost) -> Result<()> {
         stop.set(host)?;
         let task = Task::of(host, "job")?;
         let pending = checkpoint(&task, false)?;
-        stop.reached(host, "criu-dump")?;
+        stop.wait_until_reached(host, "criu-dump")?;
         let criu = host.node().processes().into_iter();
         let criu = criu
             .filter(|process| process.command == "criu")

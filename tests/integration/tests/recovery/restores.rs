@@ -18,7 +18,7 @@ fn restore_broken(
 ) -> Result<()> {
     stop.set(host)?;
     let client = Container::begin_restore(host, "job", "checkpoint/job")?;
-    stop.reached(host, phase)?;
+    stop.wait_until_reached(host, phase)?;
     break_off(host)?;
     CommandOutput::wait(client)?.failed()?;
     let _ = host.node().run(&["ctr", "tasks", "delete", "--force", "job"]);

@@ -96,7 +96,7 @@ impl Lab {
 
     /// It fails with this code, a remedy and these words.
     fn fails(&self, node: &str, arguments: &[&str], code: &str, words: &[&str]) -> Result<()> {
-        refused(&self.firn(node, arguments)?, code, words).with_context(|| format!("{arguments:?}"))
+        expect_refused(&self.firn(node, arguments)?, code, words).with_context(|| format!("{arguments:?}"))
     }
 
     fn push(&self) -> Result<Value> {
@@ -207,7 +207,7 @@ fn all(output: &Output) -> String {
     String::from_utf8_lossy(&both).into_owned()
 }
 
-fn refused(output: &Output, code: &str, words: &[&str]) -> Result<()> {
+fn expect_refused(output: &Output, code: &str, words: &[&str]) -> Result<()> {
     let shown = all(output);
     ensure!(output.status.code() == Some(1), "{:?}: {shown}", output.status);
     for part in words.iter().copied().chain([&*format!("{code}:"), "hint: "]) {
@@ -285,7 +285,7 @@ fn what_is_not_there_has_a_remedy() -> Result<()> {
     )?;
     let mut stranger = lab.command("a", &["push", URL])?;
     let stranger = stranger.env("AWS_SECRET_ACCESS_KEY", "guessed").output()?;
-    refused(
+    expect_refused(
         &stranger,
         "FIRN-STORE-REMOTE",
         &["does not permit", "AWS_SECRET_ACCESS_KEY"],

@@ -7,7 +7,7 @@ use firn_lab::{Skip, answer};
 use tempfile::TempDir;
 
 use crate::remote_stores::gateway::Gateway;
-use crate::remote_stores::{BUCKET, EXTENTS, Lab, SIZE, URL, refused};
+use crate::remote_stores::{BUCKET, EXTENTS, Lab, SIZE, URL, expect_refused};
 
 /// A certificate of this machine, and its key, which nobody knows.
 struct Certificate(TempDir);
@@ -47,7 +47,7 @@ pub fn a_certificate_is_compared() -> Result<()> {
         Ok(push)
     };
     let unknown = push(&["push", URL])?.output()?;
-    refused(&unknown, "FIRN-STORE-REMOTE", &["certificate", "UnknownIssuer"])?;
+    expect_refused(&unknown, "FIRN-STORE-REMOTE", &["certificate", "UnknownIssuer"])?;
     let trusted = push(&["push", URL, "--json"])?
         .env("SSL_CERT_FILE", &pem)
         .output()?;

@@ -40,7 +40,7 @@ impl Stop {
         }
     }
 
-    fn reached(host: &GpuHost) -> Result<()> {
+    fn wait_until_reached(host: &GpuHost) -> Result<()> {
         wait_for("the checkpoint to stand still", LIMIT, || {
             Ok(host.node().path("/run/firn-held").exists().then_some(()))
         })
@@ -139,7 +139,7 @@ fn interrupted_at(host: &GpuHost, job: &Container<'_>, stop: Stop) -> Result<()>
         job.id(),
         "checkpoint/interrupted",
     ])?;
-    Stop::reached(host)?;
+    Stop::wait_until_reached(host)?;
     ensure!(
         readable(host)?.is_empty(),
         "while it is made: {}",
@@ -266,7 +266,7 @@ fn memory_goes_only_into_the_requested_directory(platform: Platform) -> Result<(
             Stop::Criu("post-dump").set(host)?;
             let task = Task::of(host, "job")?;
             let pending = task.checkpoint("/srv/image", &CheckpointOptions::new())?;
-            Stop::reached(host)?;
+            Stop::wait_until_reached(host)?;
             shell(host, swap)?;
             Stop::lift(host)?;
             let output = describe(&task.end(pending), |_| "done".to_owned());

@@ -90,7 +90,7 @@ pub fn an_image_outlives_its_killed_shim(platform: Platform) -> Result<()> {
             "job",
             "checkpoint/job",
         ])?;
-        Stop::reached(host)?;
+        Stop::wait_until_reached(host)?;
         let before = job.lines()?.reached(1);
         host.kill_shim("job")?;
         client.wait()?;
@@ -120,7 +120,7 @@ pub fn the_image_of_an_ended_container_outlives_the_client(platform: Platform) -
             let mut client = host
                 .node()
                 .spawn(&["ctr", "tasks", "checkpoint", "--exit", "job"])?;
-            Stop::reached(host)?;
+            Stop::wait_until_reached(host)?;
             let before = job.lines()?.reached(1);
             interrupt_ctr(host)?;
             client.wait()?;

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use firn_lab::{GpuHost, failure, on};
 use firn_node::Platform;
 
-use crate::stored_memory::{STORE, extents, host, job, refused, restores, send_store};
+use crate::stored_memory::{STORE, expect_refused, extents, host, job, restores, send_store};
 
 const KEY: &str = "/etc/firn/store.key";
 
@@ -44,11 +44,11 @@ pub fn an_encrypted_store_needs_its_key(platform: Platform) -> Result<()> {
         a.send_image("checkpoint/job", b)?;
         send_store(a, b)?;
         b.configure(STORE)?;
-        refused(b, "FIRN-STORE-KEY")?;
+        expect_refused(b, "FIRN-STORE-KEY")?;
         b.configure(&configuration())?;
         make_key(b, "5")?;
         restores(b)?;
         make_key(b, "6")?;
-        refused(b, "FIRN-STORE-KEY")
+        expect_refused(b, "FIRN-STORE-KEY")
     })
 }

@@ -90,7 +90,7 @@ fn restores(host: &GpuHost) -> Result<()> {
 }
 
 /// The restore is refused with this code, and nothing is left.
-fn refused(host: &GpuHost, code: &str) -> Result<()> {
+fn expect_refused(host: &GpuHost, code: &str) -> Result<()> {
     let output = failure(Container::restore(host, "job", "checkpoint/job", 1).map(drop))?;
     ensure!(output.contains(&format!("{code}:")), "not {code} but:\n{output}");
     ensure!(output.contains("hint: "), "no hint in:\n{output}");
@@ -115,9 +115,9 @@ fn large_memory_goes_into_the_store_and_comes_back(platform: Platform) -> Result
 
             // Elsewhere the store is copied, or missed.
             a.send_image("checkpoint/job", b)?;
-            refused(b, "FIRN-STORE-MISSING")?;
+            expect_refused(b, "FIRN-STORE-MISSING")?;
             b.configure(STORE)?;
-            refused(b, "FIRN-STORE-UNUSABLE")?;
+            expect_refused(b, "FIRN-STORE-UNUSABLE")?;
             send_store(a, b)?;
             restores(b)
         },
@@ -163,7 +163,7 @@ fn a_damaged_store_is_found(platform: Platform) -> Result<()> {
         ];
         for (code, damage) in damages {
             node.run(&["sh", "-c", &damage])?;
-            refused(host, code).context(damage)?;
+            expect_refused(host, code).context(damage)?;
             node.run(&["cp", "/srv/kept", one])?;
         }
         restores(host)

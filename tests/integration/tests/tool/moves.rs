@@ -72,7 +72,7 @@ fn serve(from: &Path, node: &Node, ended: &AtomicBool) -> Result<()> {
 }
 
 /// Does something while commands of the first node run on the second.
-fn joined(a: &GpuHost, b: &GpuHost, test: impl FnOnce() -> Result<()>) -> Result<()> {
+fn join(a: &GpuHost, b: &GpuHost, test: impl FnOnce() -> Result<()>) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(file.path(), SSH)?;
     a.node().install(file.path(), "/usr/local/bin/other-ssh", 0o755)?;
@@ -129,7 +129,7 @@ pub fn knows_nothing(host: &GpuHost) -> Result<()> {
 pub fn a_container_moves_to_another_node(platform: Platform) -> Result<()> {
     on(pair(platform, "tm")?, |[a, b]| {
         let job = counter(a)?;
-        joined(a, b, || {
+        join(a, b, || {
             let done = moved(a, &["--dry-run"])?;
             ensure!(done["dry_run"] == true && job.status()? == "RUNNING", "{done}");
             let before = job.goes_on(3)?;
@@ -163,7 +163,7 @@ pub fn a_node_that_cannot_take_it_is_refused_before_the_pause(platform: Platform
     on(pair(platform, "tm-no")?, |[a, b]| {
         let job = counter(a)?;
         not_moved(a, &[], "FIRN-MOVE-SSH")?;
-        joined(a, b, || {
+        join(a, b, || {
             let other = counter(b)?;
             let output = not_moved(a, &[], "FIRN-MOVE-TARGET")?;
             ensure!(
@@ -187,7 +187,7 @@ pub fn a_node_that_cannot_take_it_is_refused_before_the_pause(platform: Platform
 pub fn a_move_that_fails_there_leaves_the_source_running(platform: Platform) -> Result<()> {
     on(pair(platform, "tm-fail")?, |[a, b]| {
         let job = counter(a)?;
-        joined(a, b, || {
+        join(a, b, || {
             b.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
             not_moved(a, &[], "FIRN-MOVE-FAILED")?;
             job.goes_on(3)?;
@@ -213,7 +213,7 @@ pub fn a_move_that_fails_there_leaves_the_source_running(platform: Platform) -> 
 pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> {
     on(pair(platform, "tm-lost")?, |[a, b]| {
         let job = counter(a)?;
-        joined(a, b, || {
+        join(a, b, || {
             wire(a, "lose")?;
             not_moved(a, &[], "FIRN-MOVE-UNKNOWN")?;
             // Never both: it runs there, and stands still here.
@@ -229,7 +229,7 @@ pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> 
 }
 
 /// Interrupts a move once nothing comes from the other node any more. It ends at once, with this code.
-fn interrupted(a: &GpuHost, at: &str, code: &str) -> Result<()> {
+fn interrupt(a: &GpuHost, at: &str, code: &str) -> Result<()> {
     let node = a.node();
     node.run(&["rm", "-f", "/srv/stalled", "/srv/looked"])?;
     wire(a, at)?;
@@ -252,10 +252,10 @@ fn interrupted(a: &GpuHost, at: &str, code: &str) -> Result<()> {
 pub fn a_node_that_stalls_holds_nothing(platform: Platform) -> Result<()> {
     on(pair(platform, "tm-stall")?, |[a, b]| {
         let job = counter(a)?;
-        joined(a, b, || {
+        join(a, b, || {
             // Without an index nothing is begun there.
             for at in ["stall-check", "stall-stream"] {
-                interrupted(a, at, "FIRN-INTERRUPTED")?;
+                interrupt(a, at, "FIRN-INTERRUPTED")?;
                 ensure!(job.status()? == "RUNNING", "{at}: {}", job.status()?);
                 job.goes_on(3)?;
                 knows_nothing(b)?;
@@ -263,7 +263,7 @@ pub fn a_node_that_stalls_holds_nothing(platform: Platform) -> Result<()> {
             }
             // It runs there: it is for the person who interrupts to look.
             for at in ["stall-answer", "stall-confirm"] {
-                interrupted(a, at, "FIRN-MOVE-UNKNOWN")?;
+                interrupt(a, at, "FIRN-MOVE-UNKNOWN")?;
                 ensure!(job.status()? == "PAUSED", "{at}: {}", job.status()?);
                 copy(b, "job", &b.uuids()[..1])?.remove()?;
                 job.stands_still()?;
@@ -290,7 +290,7 @@ pub fn a_node_that_stalls_holds_nothing(platform: Platform) -> Result<()> {
 pub fn a_copy_that_dies_after_its_start_costs_nothing(platform: Platform) -> Result<()> {
     on(pair(platform, "tm-dies")?, |[a, b]| {
         let job = counter(a)?;
-        joined(a, b, || {
+        join(a, b, || {
             let before = job.lines()?;
             b.node().run(&["touch", "/srv/die"])?;
             let output = not_moved(a, &[], "FIRN-MOVE-ENDED")?;

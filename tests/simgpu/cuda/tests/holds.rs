@@ -18,7 +18,7 @@ fn start() -> (Node, Counter, i32) {
     (node, counter, restore_tid)
 }
 
-fn unharmed(node: &Node, counter: &Counter) {
+fn expect_unharmed(node: &Node, counter: &Counter) {
     assert_eq!(node.state(counter.pid()), "0");
     counter.drain();
     counter.iteration();
@@ -41,7 +41,7 @@ fn a_lock_of_a_stopped_process_hangs_and_dies_with_its_caller() {
     );
     caller.kill();
     control::go_on(counter.pid());
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn a_lock_of_a_frozen_process_hangs_and_dies_with_its_caller() {
     );
     group.thaw();
     assert_eq!(caller.answers(PATIENCE).unwrap(), ["0"]);
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn a_checkpoint_of_a_frozen_process_waits_for_the_thaw() {
     group.thaw();
     assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
     assert_eq!(node.step("restore,unlock", counter.pid(), &[]), ["SUCCESS"; 2]);
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn a_lock_needs_the_application_s_threads() {
     held.release();
     assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
     assert_eq!(node.step("unlock", counter.pid(), &[]), ["SUCCESS"]);
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_lock_given_up_while_threads_are_held_is_dropped() {
     // The restore thread answers one call after the other: this one when it has dropped the lock.
     assert_eq!(node.state(counter.pid()), "0");
     held.release();
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 /// Two ranks, of which the second waits on its GPU for the first, that sleeps.
@@ -170,7 +170,7 @@ fn everything_but_a_lock_needs_the_restore_thread_only() {
     );
     counter.drain();
     held.release();
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn a_restore_of_a_stopped_process_waits_for_its_continuation() {
     control::go_on(pid);
     assert_eq!(caller.answers(PATIENCE).unwrap(), ["SUCCESS"]);
     assert_eq!(node.step("unlock", pid, &[]), ["SUCCESS"]);
-    unharmed(&node, &counter);
+    expect_unharmed(&node, &counter);
 }
 
 #[test]

@@ -227,7 +227,7 @@ impl Nvml {
         let function = unsafe { library.get::<unsafe extern "C" fn() -> c_int>(name) };
         let function = function.map_err(|source| DriverError::Missing { name, source })?;
         // SAFETY: the function takes nothing.
-        succeeded(name, unsafe { function() })?;
+        expect_success(name, unsafe { function() })?;
         Ok(Self(library))
     }
 
@@ -239,12 +239,12 @@ impl Nvml {
         let function = unsafe { self.0.get::<unsafe extern "C" fn(*mut c_uint) -> c_int>(name) };
         let function = function.map_err(|source| DriverError::Missing { name, source })?;
         // SAFETY: the pointer goes to a live variable.
-        succeeded(name, unsafe { function(&raw mut number) })?;
+        expect_success(name, unsafe { function(&raw mut number) })?;
         Ok(number)
     }
 }
 
-fn succeeded(call: &'static str, code: c_int) -> Result<()> {
+fn expect_success(call: &'static str, code: c_int) -> Result<()> {
     match code {
         0 => Ok(()),
         _ => Err(DriverError::Call {

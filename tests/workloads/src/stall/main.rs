@@ -226,15 +226,15 @@ impl Tree {
                 .map(|to| Reply::default().bytes(to.as_os_str().as_bytes())),
             6 => {
                 let (name, to) = (of.name(), of.name());
-                self.made(node, name, |path| std::os::unix::fs::symlink(to, path))
+                self.make(node, name, |path| std::os::unix::fs::symlink(to, path))
             }
             8 => {
                 let (mode, _rdev, _umask, _) = (of.u32(), of.u32(), of.u32(), of.u32());
-                self.made(node, of.name(), |path| create(path, mode).map(drop))
+                self.make(node, of.name(), |path| create(path, mode).map(drop))
             }
             9 => {
                 let (mode, _umask) = (of.u32(), of.u32());
-                self.made(node, of.name(), |path| {
+                self.make(node, of.name(), |path| {
                     fs::create_dir(path)?;
                     fs::set_permissions(path, Permissions::from_mode(mode & 0o7777))
                 })
@@ -295,7 +295,7 @@ impl Tree {
         Ok(Reply::default().u64(node).zeros(32).attributes(&attributes))
     }
 
-    fn made(
+    fn make(
         &mut self,
         node: u64,
         name: &OsStr,

@@ -262,7 +262,7 @@ async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> 
         let reparked = phases::repark(effects, &processes, &mut restored).await;
         if let Some(parked) = &mut effects.progress.parked {
             // Wherever they are now, their state was on these GPUs last.
-            parked.moved(&restored);
+            parked.note_moved(&restored);
             parked.partly = reparked.or_log() != Some(true);
         }
     }

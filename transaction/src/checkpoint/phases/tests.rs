@@ -89,7 +89,7 @@ fn is_as_promised(world: &mut World, result: Result<(), Failure<Injected>>, was_
         Err(Failure {
             suspended: Some(_), ..
         }) => {
-            world.suspended();
+            world.expect_suspended();
             world.resumes();
         }
     }
@@ -171,7 +171,7 @@ fn a_gpu_restore_that_fails_suspends_the_container_until_it_succeeds() {
     };
     for _ in 0..3 {
         assert_eq!(block_on(rollback(&mut world, back)), Err(Injected("gpu_restore")));
-        world.suspended();
+        world.expect_suspended();
     }
     world.resumes();
 }

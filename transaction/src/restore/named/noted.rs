@@ -7,7 +7,7 @@ use std::path::Path;
 use firn_host::UnlessAbsent;
 
 /// Notes it in `dir`, and removes the notes of containers whose bundles are gone.
-pub fn restored(dir: &Path, id: &str, bundle: &Path) -> io::Result<()> {
+pub fn note(dir: &Path, id: &str, bundle: &Path) -> io::Result<()> {
     let bundles = bundle.parent().ok_or(ErrorKind::InvalidInput)?;
     let notes = dir.join(bundles.file_name().ok_or(ErrorKind::InvalidInput)?);
     fs::create_dir_all(&notes)?;
@@ -29,12 +29,12 @@ mod tests {
         let (dir, bundles) = (root.path().join("restored"), root.path().join("k8s.io"));
         for id in ["a", "b"] {
             fs::create_dir_all(bundles.join(id)).unwrap();
-            restored(&dir, id, &bundles.join(id)).unwrap();
+            note(&dir, id, &bundles.join(id)).unwrap();
         }
-        let note = |id: &str| dir.join("k8s.io").join(id).exists();
-        assert!(note("a") && note("b"));
+        let is_noted = |id: &str| dir.join("k8s.io").join(id).exists();
+        assert!(is_noted("a") && is_noted("b"));
         fs::remove_dir(bundles.join("a")).unwrap();
-        restored(&dir, "b", &bundles.join("b")).unwrap();
-        assert!(!note("a") && note("b"));
+        note(&dir, "b", &bundles.join("b")).unwrap();
+        assert!(!is_noted("a") && is_noted("b"));
     }
 }

@@ -274,7 +274,7 @@ impl World {
                     }
                     Hand::Answered(at) if at <= self.now => {
                         hands[place] = Hand::Idle;
-                        for other in turns.returned(place, true, since(self.now)) {
+                        for other in turns.note_return(place, true, since(self.now)) {
                             if matches!(hands[other], Hand::Window(_)) {
                                 hands[other] = Hand::Asks(self.now + latency);
                             }
@@ -419,7 +419,7 @@ fn only_those_behind_run_and_a_refusal_ends_the_turns() {
     let mut turns = Turns::new(3, 1);
     assert_eq!(turns.due(), None);
     let at = Duration::from_millis;
-    assert!(turns.returned(0, true, at(1)).is_empty());
+    assert!(turns.note_return(0, true, at(1)).is_empty());
     assert_eq!(turns.due(), Some(at(1) + REST));
     let windows = turns.release(at(10));
     assert!(
@@ -428,19 +428,19 @@ fn only_those_behind_run_and_a_refusal_ends_the_turns() {
     );
     assert_eq!(turns.due(), None);
     // The lock of one that is ahead returns: the one that runs has reached it.
-    assert_eq!(turns.returned(1, true, at(11)), [0]);
-    assert!(turns.returned(0, true, at(12)).is_empty());
+    assert_eq!(turns.note_return(1, true, at(11)), [0]);
+    assert!(turns.note_return(0, true, at(12)).is_empty());
     let both: Vec<usize> = turns
         .release(at(20))
         .into_iter()
         .map(|(place, _)| place)
         .collect();
     assert_eq!(both, [0, 1]);
-    assert_eq!(turns.returned(1, false, at(21)), [0]);
-    assert!(turns.returned(0, true, at(22)).is_empty());
+    assert_eq!(turns.note_return(1, false, at(21)), [0]);
+    assert!(turns.note_return(0, true, at(22)).is_empty());
     assert_eq!((turns.due(), turns.give_up()), (None, vec![0]));
     assert!(!turns.is_over());
-    assert!(turns.returned(2, true, at(23)).is_empty());
+    assert!(turns.note_return(2, true, at(23)).is_empty());
     assert_eq!(turns.give_up(), [2]);
     assert!(turns.is_over());
 }

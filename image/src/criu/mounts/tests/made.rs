@@ -25,7 +25,7 @@ fn mounts_that_were_made_are_held_to_the_spec() {
         ),
     ];
     for (spec, edits) in TAKEN {
-        assert_eq!(compared_made(*spec, edits), Ok(()), "{edits:?}");
+        assert_eq!(compare_made(*spec, edits), Ok(()), "{edits:?}");
     }
     const REFUSED: &[(&str, &str)] = &[
         (
@@ -79,13 +79,13 @@ fn mounts_that_were_made_are_held_to_the_spec() {
         ("/sys/firmware is open", "gone - - - /sys/firmware"),
     ];
     for (what, line) in REFUSED {
-        let fault = compared_made(given, &[line]).expect_err(what);
+        let fault = compare_made(given, &[line]).expect_err(what);
         assert!(
             fault.contains(&format!("the mount {what}")),
             "{what}, {line}: {fault}"
         );
     }
-    assert!(compared_made(given_read_only, &[]).is_err(), "a writable root");
+    assert!(compare_made(given_read_only, &[]).is_err(), "a writable root");
 }
 
 /// As `mount(2)` has the flags.

@@ -62,7 +62,7 @@ fn a_pause_leaves_all_gpu_state_in_memory_or_all_on_the_gpus() {
                 is_parked(&world);
             }
             Err(error) if error.contains("suspended: Some") => {
-                world.suspended();
+                world.expect_suspended();
                 world.resumes();
             }
             Err(_) => world.as_before(false),
@@ -78,7 +78,7 @@ fn a_resume_that_fails_can_be_repeated() {
     };
     each_failure(parked, resume, |mut world, result| {
         if result.is_err() {
-            world.suspended();
+            world.expect_suspended();
             no_more_faults(&mut world);
             resume(&mut world).unwrap();
         }
