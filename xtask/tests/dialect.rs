@@ -30,36 +30,61 @@ fn files(extension: &str) -> Vec<(String, String)> {
     tree::files(&[extension], &SKIPPED, "xtask/tests/dialect.rs")
 }
 
-/// The parameters of each function, `name: type`.
-fn parameters(code: &str) -> Vec<String> {
+/// A function, as it is declared.
+struct Function<'c> {
+    name: &'c str,
+    is_async: bool,
+    /// Each as `name: type`.
+    parameters: Vec<String>,
+    /// Its type; empty if it returns nothing.
+    returned: String,
+}
+
+fn functions(code: &str) -> Vec<Function<'_>> {
     let mut all = Vec::new();
-    let mut rest = code;
-    while let Some((_, after)) = rest.split_once("fn ") {
-        rest = after;
+    for (at, _) in code.match_indices("fn ") {
+        let after = &code[at + "fn ".len()..];
         let Some(open) = after
             .find('(')
             .filter(|open| !after[..*open].contains([';', '{', '=']))
         else {
             continue;
         };
-        let (mut depth, mut current) = (0_usize, String::new());
-        for character in after[open + 1..].chars() {
-            match character {
-                ')' if depth == 0 => break,
-                ',' if depth == 0 => all.push(std::mem::take(&mut current)),
-                _ => {
-                    match character {
-                        '(' | '[' | '{' | '<' => depth += 1,
-                        ')' | ']' | '}' | '>' => depth = depth.saturating_sub(1),
-                        _ => {}
-                    }
-                    current.push(character);
-                }
-            }
-        }
-        all.push(current);
+        let (parameters, length) = parameters(&after[open + 1..]);
+        let end = after[open + 1 + length..].trim_start();
+        let returned = end.strip_prefix("->").unwrap_or_default();
+        let returned = returned.split(['{', ';']).next().unwrap();
+        all.push(Function {
+            name: after[..open].split('<').next().unwrap(),
+            is_async: code[..at].ends_with("async "),
+            parameters,
+            returned: returned.split("where").next().unwrap().trim().to_owned(),
+        });
     }
     all
+}
+
+/// What stands in parentheses, and how long it is with the last one.
+fn parameters(text: &str) -> (Vec<String>, usize) {
+    let (mut all, mut depth, mut current) = (Vec::new(), 0_usize, String::new());
+    for (at, character) in text.char_indices() {
+        match character {
+            ')' if depth == 0 => {
+                all.push(current);
+                return (all, at + 1);
+            }
+            ',' if depth == 0 => all.push(std::mem::take(&mut current)),
+            _ => {
+                match character {
+                    '(' | '[' | '{' | '<' => depth += 1,
+                    ')' | ']' | '}' | '>' => depth = depth.saturating_sub(1),
+                    _ => {}
+                }
+                current.push(character);
+            }
+        }
+    }
+    (all, text.len())
 }
 
 /// Whether a parameter is a tuple, or a reference to one.
@@ -77,9 +102,10 @@ fn no_function_takes_a_tuple() {
     let mut found: BTreeMap<String, usize> = BTreeMap::new();
     let mut seen = 0;
     for (path, code) in sources() {
-        let parameters = parameters(&code);
-        seen += parameters.len();
-        let tuples = parameters.iter().filter(|parameter| is_tuple(parameter)).count();
+        let functions = functions(&code);
+        let parameters = || functions.iter().flat_map(|function| &function.parameters);
+        seen += parameters().count();
+        let tuples = parameters().filter(|parameter| is_tuple(parameter)).count();
         if tuples > 0 {
             found.insert(path, tuples);
         }
@@ -96,11 +122,57 @@ fn no_function_takes_a_tuple() {
 fn tuples_are_found() {
     let code = "fn a<T>(&self, (x, y): (u8, &str), z: &(u8, u8)) {}\n\
                 fn b(f: impl Fn((u8, u8)) -> u8, g: Vec<(u8, u8)>, h: &[u8]) {}";
-    let tuples: Vec<bool> = parameters(code)
-        .iter()
-        .map(|parameter| is_tuple(parameter))
-        .collect();
+    let functions = functions(code);
+    let parameters = functions.iter().flat_map(|function| &function.parameters);
+    let tuples: Vec<bool> = parameters.map(|parameter| is_tuple(parameter)).collect();
     assert_eq!(tuples, [false, true, true, false, false, false]);
+}
+
+/// Whether a name is a participle, and nothing else.
+fn is_participle(name: &str) -> bool {
+    const VERBS: [&str; 8] = [
+        "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "succeed",
+    ];
+    const IRREGULAR: [&str; 15] = [
+        "begun", "built", "done", "found", "given", "gone", "held", "kept", "known", "left", "made", "sent",
+        "shown", "taken", "written",
+    ];
+    let is_regular = name.ends_with("ed") && !name.contains('_') && !VERBS.contains(&name);
+    is_regular || IRREGULAR.contains(&name)
+}
+
+/// Whether a function is called for what it does: it changes its object, or returns nothing but whether it
+/// has failed. One that is only waited for, as `cancelled` of tokio's tokens is, stands for a state.
+fn acts(function: &Function<'_>) -> bool {
+    let is_of = |object: &str| function.parameters.first().is_some_and(|first| first == object);
+    let is_state = function.is_async && is_of("&self");
+    let nothing = function.returned.is_empty() && !is_state;
+    nothing || function.returned.contains("Result<()") || is_of("&mut self")
+}
+
+/// A function that acts is a verb. What a participle names is there already.
+#[test]
+fn no_function_that_acts_is_a_participle() {
+    let mut wrong = Vec::new();
+    for (path, code) in sources() {
+        let functions = functions(&code).into_iter();
+        let named = functions.filter(|function| is_participle(function.name) && acts(function));
+        wrong.extend(named.map(|function| format!("{path}: {}", function.name)));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn participles_that_act_are_found() {
+    let code = "fn copied(&mut self) -> u8 {}\nfn refused(a: &str) -> Result<()> {}\nfn left(a: u8);\n\
+                async fn stopped(&self) {}\nfn named(a: u8) -> u8 {}\nfn copy(&mut self) {}\n\
+                fn need(a: u8) {}";
+    let named = functions(code);
+    let wrong = named
+        .iter()
+        .filter(|function| is_participle(function.name) && acts(function));
+    let wrong: Vec<&str> = wrong.map(|function| function.name).collect();
+    assert_eq!(wrong, ["copied", "refused", "left"]);
 }
 
 /// `if` is for conditions.
