@@ -374,7 +374,7 @@ async fn plain(
             pid
         }
         Err(error) => {
-            let lines = last_errors(&log).await;
+            let lines = first_errors(&log).await;
             // The runtime and CRIU may have been killed before they could clean up.
             roll_back(container, was_free, journal).await;
             Err(match (error, refusal_of_script(container).await) {
@@ -424,7 +424,7 @@ async fn forget_log(log: &Path) {
     remove(what, log.to_owned(), |log| std::fs::remove_file(log)).await;
 }
 
-pub(super) async fn last_errors(log: &Path) -> Vec<String> {
+pub(super) async fn first_errors(log: &Path) -> Vec<String> {
     let log = log.to_owned();
     tidy("read CRIU's log", move || error_lines(&log)).await
 }
