@@ -28,8 +28,6 @@ const RESERVED_MIB: &str = "8";
 const STORED_MIB: &str = "32";
 /// Options of a container whose pause gives its GPU free.
 pub(super) const RELEASE: [&str; 2] = ["--annotation", "firn.dev/pause=release-gpu"];
-/// Number of the container that the template is made of.
-const TEMPLATE_JOB: usize = 1;
 /// How long the node may take to come to rest.
 const QUIET: Duration = Duration::from_secs(40);
 /// How long nobody must be at work: between two workers there is none for a moment.
@@ -51,9 +49,6 @@ pub(super) struct Testbed {
     /// The template, taken out of containerd, to make images of its kind from.
     template: RefCell<Option<Archive>>,
     images: Cell<usize>,
-    /// Containers so far. Each writes a log of its own, so that what a restored one has in its root file
-    /// system from the template is not taken for its own lines.
-    jobs: Cell<usize>,
 }
 
 /// A container that counts.
@@ -78,10 +73,11 @@ pub(super) struct Asked<'a> {
     pub exit: bool,
 }
 
-/// Where a container writes its lines.
-fn log(job: usize) -> String {
-    format!("/counter-{job}.log")
-}
+/// Where the template writes its lines, and its copies.
+const LOG_OF_TEMPLATE: &str = "/template.log";
+/// Where all others do. The template has it, empty: an image of a process that has it open just then is
+/// restored over the template's files.
+const LOG: &str = "/counter.log";
 
 impl Testbed {
     /// Starts a host and makes the template.
@@ -100,11 +96,12 @@ impl Testbed {
             subject,
             template: RefCell::new(None),
             images: Cell::new(0),
-            jobs: Cell::new(0),
         };
         testbed.configure(false)?;
         testbed.host.node().run(&["mkdir", "-p", "/srv/images"])?;
         let mut job = testbed.start()?;
+        let empty = format!("{}/{ID}/rootfs{LOG}", crate::BUNDLES);
+        testbed.host.node().write(empty, "")?;
         job.container.checkpoint(TEMPLATE)?;
         job.counting.goes_on(2)?;
         job.end()?;
@@ -178,8 +175,8 @@ impl Testbed {
         };
         let options = [&["--runtime", self.runtime][..], &SHARES_NOTHING, hooks, more].concat();
         let (mib, processes) = (MIB.to_string(), self.counters().to_string());
-        self.jobs.set(self.jobs.get() + 1);
-        let log = log(self.jobs.get());
+        let is_template = self.template.borrow().is_none();
+        let log = if is_template { LOG_OF_TEMPLATE } else { LOG };
         let releases = more.contains(&RELEASE[1]);
         let mut arguments = vec![
             "--mib",
@@ -189,7 +186,7 @@ impl Testbed {
             "--procs",
             &processes,
             "--out",
-            &log,
+            log,
         ];
         if self.subject.stored {
             arguments.extend(["--fixed-mib", STORED_MIB]);
@@ -206,7 +203,7 @@ impl Testbed {
         let mut job = Job {
             testbed: self,
             container,
-            counting: self.counting(&log),
+            counting: self.counting(log),
             releases,
         };
         job.counting.goes_on(2)?;
@@ -219,7 +216,7 @@ impl Testbed {
 
     /// A container that was restored from the template counts on, on the second GPU.
     pub(super) fn restored(&self) -> Result<Job<'_>> {
-        self.counts_on(self.counting(&log(TEMPLATE_JOB)).restored())
+        self.counts_on(self.counting(LOG_OF_TEMPLATE).restored())
     }
 
     fn counts_on(&self, counting: Counting) -> Result<Job<'_>> {
@@ -268,7 +265,7 @@ impl Testbed {
         archive.import(&self.host, &name)?;
         let back = || {
             Container::restore(&self.host, ID, &name, self.counters())?;
-            self.counts_on(self.counting(&log(self.jobs.get())))?.end()
+            self.counts_on(self.counting(LOG))?.end()
         };
         back().with_context(|| format!("restore the image in {dir}"))?;
         self.host.remove_image(&name)
