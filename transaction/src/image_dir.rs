@@ -19,13 +19,13 @@ const QUOTED: usize = 3;
 const TAIL: u64 = 256 << 10;
 
 /// The first errors of a CRIU log, without their time stamps: what follows them is their consequence. Those
-/// with which CRIU ends whatever the reason are left out, unless there are no others.
+/// that CRIU logs whatever the reason are left out, unless there are no others.
 pub(crate) fn error_lines(log: &Path) -> Vec<String> {
     let text = bounded::tail(log, 0, TAIL).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
     let errors = text.lines().filter_map(|line| line.split_once("Error "));
     let errors: Vec<&str> = errors.map(|(_, error)| error.trim()).collect();
-    let mut reasons: Vec<&str> = errors.iter().copied().filter(|error| !is_end(error)).collect();
+    let mut reasons: Vec<&str> = errors.iter().copied().filter(|error| !is_usual(error)).collect();
     if reasons.is_empty() {
         reasons = errors;
     }
@@ -34,9 +34,9 @@ pub(crate) fn error_lines(log: &Path) -> Vec<String> {
     reasons.into_iter().map(str::to_owned).collect()
 }
 
-/// Whether CRIU logs this error at the end of each failure, `(FILE:LINE): TEXT`: which task has ended, that
-/// its helpers have, and that all has failed.
-fn is_end(error: &str) -> bool {
+/// Whether CRIU logs this error, `(FILE:LINE): TEXT`, at the end of each failure: which task has ended, that
+/// its helpers have, and that all has failed; or at each beginning, as in containers without a capability.
+fn is_usual(error: &str) -> bool {
     let text = error.split_once("): ").map_or(error, |(_, text)| text);
     let of_task = |text: &str| {
         let (pid, what) = text.split_once(' ')?;
@@ -45,6 +45,7 @@ fn is_end(error: &str) -> bool {
     };
     ["Restoring FAILED.", "Dumping FAILED."].contains(&text)
         || text.starts_with("cg: cgroupd: recv req error")
+        || text.starts_with("rlimit: Can't setup RLIMIT_NOFILE for self")
         || of_task(text).unwrap_or_default()
 }
 
@@ -73,7 +74,8 @@ mod tests {
     /// As CRIU 4.2 ends a restore.
     #[test]
     fn the_end_of_criu_is_no_reason() {
-        const END: &str = "(00.5) Error (criu/cr-restore.c:1492): 12 exited, status=1\n\
+        const END: &str = "(00.0) Error (criu/util.c:1533): rlimit: Can't setup RLIMIT_NOFILE for self: No\n\
+                           (00.5) Error (criu/cr-restore.c:1492): 12 exited, status=1\n\
                            (00.5) Error (criu/cr-restore.c:1494): 7 killed by signal 9: Killed\n\
                            (00.6) Error (criu/cr-restore.c:2320): Restoring FAILED.\n\
                            (00.7) Error (criu/cgroup.c:1998): cg: cgroupd: recv req error: No such file\n";

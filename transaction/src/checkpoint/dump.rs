@@ -164,7 +164,7 @@ pub(super) async fn bounded<T: Send + 'static>(
 /// What the clean-up of a failed dump has found.
 #[derive(Default)]
 pub(super) struct FailedDump {
-    /// The last errors of CRIU's log.
+    /// The first errors of CRIU's log.
     pub lines: Vec<String>,
     /// The image directory has gone, which makes CRIU fail too.
     pub gone: Option<ImageDirError>,

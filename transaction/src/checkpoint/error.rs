@@ -235,10 +235,13 @@ impl From<ImageDirError> for EffectError {
     }
 }
 
-/// The last errors of CRIU's log, and where it is.
+/// The first errors of CRIU's log, and where it is.
 pub(crate) fn quoted(lines: &[String], log: &Path) -> String {
-    let lines: String = lines.iter().map(|line| format!("; {line}")).collect();
-    format!("{lines} (log: {})", log.display())
+    format!("{} (log: {})", joined(lines), log.display())
+}
+
+fn joined(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("; {line}")).collect()
 }
 
 /// What kind of failure a transaction ended with, for the caller's own codes.
@@ -261,9 +264,13 @@ pub enum FailureKind {
 /// A checkpoint that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The dump of a container without GPUs failed: in the format of the stock shim.
-    #[error("{} path= {}", Chain(cause), log.display())]
-    Plain { cause: RuncError, log: PathBuf },
+    /// The dump of a container without GPUs failed: in the format of the stock shim, and what CRIU's log has.
+    #[error("{} path= {}{}", Chain(cause), log.display(), joined(lines))]
+    Plain {
+        cause: RuncError,
+        lines: Vec<String>,
+        log: PathBuf,
+    },
     /// Refused: nothing was begun.
     #[error("{}", line(format_args!("cannot checkpoint container {container}"), cause))]
     Refused { container: String, cause: EffectError },

@@ -192,7 +192,7 @@ impl PlainDump<'_> {
         }
         let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
         let left = Leftovers::of(is_left.then(|| image.clone()), work);
-        let result = match dumped {
+        let mut result = match dumped {
             _ if let Some(cause) = gone => Err(CheckpointError::from_failure(
                 &container.id,
                 Failure::new(Phase::CriuDump, cause.into()),
@@ -202,11 +202,15 @@ impl PlainDump<'_> {
             Ok(()) => Ok(()),
             Err(cause) => Err(CheckpointError::Plain {
                 cause,
+                lines: Vec::new(),
                 log: container.bundle.join(KEPT_LOG),
             }),
         };
         let keep_log = matches!(result, Err(CheckpointError::Plain { .. }));
-        left.tidy(container, keep_log, complete, cancel).await;
+        let found = left.tidy(container, keep_log, complete, cancel).await;
+        if let Err(CheckpointError::Plain { lines, .. }) = &mut result {
+            *lines = found.lines;
+        }
         journal::point("dump-tidied").await;
         result
     }
