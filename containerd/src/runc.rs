@@ -4,6 +4,8 @@ use prost::Message;
 
 /// The type of [`Options`].
 pub const OPTIONS: &str = "containerd.runc.v1.Options";
+/// The type of [`CreateOptions`].
+pub const CREATE_OPTIONS: &str = "containerd.linux.runc.CreateOptions";
 /// The type of [`CheckpointOptions`].
 pub const CHECKPOINT_OPTIONS: &str = "containerd.runc.v1.CheckpointOptions";
 /// The type of [`RuntimeOptions`].
@@ -43,6 +45,26 @@ pub struct Options {
     /// shim alone, and would start the container afresh.
     #[prost(string, tag = "15001")]
     pub restore_dir: String,
+}
+
+/// `containerd.linux.runc.CreateOptions`: what clients of containerd 1.x send for `--no-pivot` and user
+/// namespaces to every runtime that is not called after runc. Its fields for dumps are not read.
+#[derive(Clone, PartialEq, Message)]
+pub struct CreateOptions {
+    #[prost(bool, tag = "1")]
+    pub no_pivot_root: bool,
+    #[prost(bool, tag = "8")]
+    pub no_new_keyring: bool,
+    #[prost(string, tag = "9")]
+    pub shim_cgroup: String,
+    #[prost(uint32, tag = "10")]
+    pub io_uid: u32,
+    #[prost(uint32, tag = "11")]
+    pub io_gid: u32,
+    #[prost(string, tag = "12")]
+    pub criu_work_path: String,
+    #[prost(string, tag = "13")]
+    pub criu_image_path: String,
 }
 
 /// `containerd.runc.v1.CheckpointOptions`. Numbers of 15,000 and above are firn's own.

@@ -1,4 +1,4 @@
-//! Options as they come over the wire: protobuf `Any` values of two types, one of which carries TOML.
+//! Options as they come over the wire: protobuf `Any` values of three types, one of which carries TOML.
 
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use firn_containerd::Message;
 use firn_containerd::runc::{
-    self, CHECKPOINT_OPTIONS, CheckpointOptions, OPTIONS, RUNTIME_OPTIONS, RuntimeOptions,
+    self, CHECKPOINT_OPTIONS, CREATE_OPTIONS, CheckpointOptions, CreateOptions, OPTIONS, RUNTIME_OPTIONS,
+    RuntimeOptions,
 };
 use firn_oci::Spec;
 use protobuf::well_known_types::any::Any;
@@ -71,7 +72,7 @@ fn type_name(any: &Any) -> &str {
 
 /// Whether [`runc_options`] knows the type.
 pub(crate) fn is_sent_as(any: &Any) -> bool {
-    matches!(type_name(any), OPTIONS | RUNTIME_OPTIONS)
+    matches!(type_name(any), OPTIONS | CREATE_OPTIONS | RUNTIME_OPTIONS)
 }
 
 fn sent(any: Option<&Any>) -> Option<&Any> {
@@ -79,10 +80,11 @@ fn sent(any: Option<&Any>) -> Option<&Any> {
 }
 
 /// Options for the container of this spec: as [`runc_options`]. nerdctl sends none for other names than the
-/// stock shim's, but writes the cgroup's path for its own setting: `slice:prefix:name` is systemd's.
+/// stock shim's, or some that have no word on cgroups, but writes the cgroup's path for its own setting:
+/// `slice:prefix:name` is systemd's.
 pub(crate) fn options_of_task(any: Option<&Any>, bundle: &Path) -> Result<RuncOptions, DecodeError> {
     let mut options = runc_options(any)?;
-    if sent(any).is_none() {
+    if sent(any).is_none_or(|any| type_name(any) == CREATE_OPTIONS) {
         // What is wrong with the spec is reported by those who need more of it.
         let spec = Spec::load(bundle).ok();
         let path = spec.as_ref().and_then(Spec::cgroups_path);
@@ -100,6 +102,10 @@ pub(crate) fn runc_options(any: Option<&Any>) -> Result<RuncOptions, DecodeError
         OPTIONS => {
             let sent = runc::Options::decode(&*any.value).map_err(malformed(OPTIONS))?;
             Ok(from_runc(sent))
+        }
+        CREATE_OPTIONS => {
+            let sent = CreateOptions::decode(&*any.value).map_err(malformed(CREATE_OPTIONS))?;
+            Ok(from_create(sent))
         }
         RUNTIME_OPTIONS => from_runtime_options(&any.value),
         other => Err(DecodeError::UnknownType(other.to_owned())),
@@ -159,6 +165,19 @@ fn from_runc(sent: runc::Options) -> RuncOptions {
         criu_work_path: sent.criu_work_path,
         task_api_address: sent.task_api_address,
         task_api_version: sent.task_api_version,
+    }
+}
+
+fn from_create(sent: CreateOptions) -> RuncOptions {
+    RuncOptions {
+        no_pivot_root: sent.no_pivot_root,
+        no_new_keyring: sent.no_new_keyring,
+        shim_cgroup: sent.shim_cgroup,
+        io_uid: sent.io_uid,
+        io_gid: sent.io_gid,
+        criu_image_path: sent.criu_image_path,
+        criu_work_path: sent.criu_work_path,
+        ..RuncOptions::default()
     }
 }
 

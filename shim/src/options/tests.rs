@@ -67,6 +67,25 @@ fn without_options_runc_is_called_with_its_usual_root() {
     }
 }
 
+/// As ctr 1.7 sends `--no-pivot` and `--uidmap 0:1000:1` to a runtime that is not called after runc: fields
+/// 1, 10 and 11, and 12 and 13 of its restores, with fields of dumps in between.
+#[test]
+fn options_of_older_clients_are_decoded() {
+    let value = b"\x08\x01\x28\x01\x32\x03pid\x50\xe8\x07\x58\xe9\x07\x62\x05/work\x6a\x06/image";
+    let sent = any("containerd.linux.runc.CreateOptions", value.to_vec());
+    let options = runc_options(Some(&sent)).unwrap();
+    assert!(options.no_pivot_root && !options.no_new_keyring && !options.systemd_cgroup);
+    assert_eq!((options.io_uid, options.io_gid), (1000, 1001));
+    assert_eq!(options.criu_work_path, "/work");
+    assert_eq!(options.criu_image_path, "/image");
+    assert!(is_sent_as(&sent));
+    let malformed = any("containerd.linux.runc.CreateOptions", b"\x0a".to_vec());
+    assert!(matches!(
+        runc_options(Some(&malformed)),
+        Err(DecodeError::Malformed { .. })
+    ));
+}
+
 #[test]
 fn criu_path_of_older_daemons_is_kept() {
     let mut value = sent().write_to_bytes().unwrap();

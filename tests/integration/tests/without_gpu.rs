@@ -425,6 +425,18 @@ fn a_shell_that_starts_programs_is_checkpointed(platform: Platform) -> Result<()
     })
 }
 
+/// ctr 1.7 sends options of another type to a runtime that is not called after runc.
+fn options_of_older_clients_are_taken(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "pl-o", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let options = ["--runtime", FIRN, "--no-pivot"];
+        let container = Container::run(host, "c", &options, &["sh", "-c", COUNT])?;
+        counts_on(&container, host, 3)?;
+        container.remove()?;
+        host.idle()
+    })
+}
+
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         runs_are_as_with_the_stock_shim [FORKY, TRIXIE];
@@ -432,5 +444,6 @@ pub(crate) fn suite() -> matrix::Suite {
         checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         either_shim_restores_the_others_image [FORKY, TRIXIE];
         a_shell_that_starts_programs_is_checkpointed [FORKY, FORKY_V2, TRIXIE];
+        options_of_older_clients_are_taken [TRIXIE];
     })
 }
