@@ -78,6 +78,13 @@ pub enum CriuError {
         "leave the line out, or let the operator write it into /etc/criu/runc.conf"
     )]
     Option { path: PathBuf, line: String },
+    /// The user's file has an option with which no dump of a container has all of its image.
+    #[error(
+        "CRIU configuration {} has a line with which a checkpoint would not have its image: {line:?}",
+        path.display()
+    )]
+    #[problem("FIRN-CRIU-CONFIG", "leave the line out")]
+    Misleading { path: PathBuf, line: String },
     /// CRIU's configuration files cannot express this path.
     #[error("path {} cannot be written into a CRIU configuration", path.display())]
     #[problem(
@@ -202,6 +209,19 @@ impl CriuConfig {
         }
         atomic_file::write(&self.bundle, names::BUNDLE_CRIU_CONFIG, content.as_bytes(), 0o600)
             .map_err(unwritten(self.path()))
+    }
+
+    /// Refuses a user's file with which CRIU would write the image elsewhere, or wait for somebody who reads
+    /// it. One that cannot be read is left to who uses it.
+    pub fn expect_image(&self) -> Result<(), CriuError> {
+        let text = self.users_file.lines().unwrap_or_default();
+        match (self.users_file.path(), users_file::misleading(&text)) {
+            (Some(path), Some(line)) => Err(CriuError::Misleading {
+                path: path.to_owned(),
+                line: users_file::shown(line),
+            }),
+            _ => Ok(()),
+        }
     }
 
     fn content(&self, operation: Operation) -> Result<String, CriuError> {

@@ -46,6 +46,16 @@ const OPTIONS: [&str; 18] = [
     "timeout",
 ];
 
+/// Options with which a dump would have its image, or a part of it, elsewhere, or not end by itself.
+const MISLEADING: [&str; 6] = [
+    "images-dir",
+    "lazy-pages",
+    "leave-stopped",
+    "page-server",
+    "prev-images-dir",
+    "stream",
+];
+
 /// Which file it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum UsersFile {
@@ -135,15 +145,27 @@ impl UsersFile {
         match (self, text.lines().find(|line| !is_harmless(line))) {
             (Self::Named(path), Some(line)) => Err(CriuError::Option {
                 path: path.clone(),
-                line: line
-                    .chars()
-                    .take(80)
-                    .map(|c| if c.is_control() { '?' } else { c })
-                    .collect(),
+                line: shown(line),
             }),
             _ => Ok(text),
         }
     }
+}
+
+/// The first line with an option of [`MISLEADING`], or with the beginning of its name.
+pub(super) fn misleading(text: &str) -> Option<&str> {
+    let means = |word: &str, option: &&str| word.len() > 2 && option.starts_with(word);
+    text.lines().find(|line| {
+        let words = line.split([' ', '\t', '=']).filter(|word| !word.is_empty());
+        let mut words = words.take_while(|word| !word.starts_with('#'));
+        words.any(|word| MISLEADING.iter().any(|option| means(word, option)))
+    })
+}
+
+/// A line as a message shows it.
+pub(super) fn shown(line: &str) -> String {
+    let replace = |c: char| if c.is_control() { '?' } else { c };
+    line.chars().take(80).map(replace).collect()
 }
 
 /// Whether this is firn's file of any bundle, and no user's.

@@ -425,6 +425,29 @@ fn a_shell_that_starts_programs_is_checkpointed(platform: Platform) -> Result<()
     })
 }
 
+/// A CRIU configuration with which the image would be elsewhere ends no container.
+fn a_dump_into_another_directory_is_refused(platform: Platform) -> Result<()> {
+    const CONFIG: &str = "/etc/criu/runc.conf";
+    let host = GpuHost::for_test(platform, "pl-i", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let container = start(host, host.runtime_for_options()?, COUNT)?;
+        counts_on(&container, host, 3)?;
+        host.node().run(&["mkdir", "-p", "/etc/criu", "/srv/elsewhere"])?;
+        for line in ["images-dir /srv/elsewhere", "lazy-pages"] {
+            host.node().write(CONFIG, format!("{line}\n"))?;
+            let exit = ["tasks", "checkpoint", "--exit", "--image-path", "/tmp/image", "c"];
+            let output = host.ctr(&exit, "")?;
+            ensure!(output.code != Some(0), "{line}: {output}");
+            let refused = output.stderr.contains("FIRN-CRIU-CONFIG") && output.stderr.contains(line);
+            ensure!(refused, "{line}: {output}");
+            counts_on(&container, host, 3)?;
+        }
+        host.node().run(&["rm", CONFIG])?;
+        container.remove()?;
+        host.idle()
+    })
+}
+
 /// ctr 1.7 sends options of another type to a runtime that is not called after runc.
 fn options_of_older_clients_are_taken(platform: Platform) -> Result<()> {
     let host = GpuHost::for_test(platform, "pl-o", &[SimGpu::h200(1)])?;
@@ -444,6 +467,7 @@ pub(crate) fn suite() -> matrix::Suite {
         checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         either_shim_restores_the_others_image [FORKY, TRIXIE];
         a_shell_that_starts_programs_is_checkpointed [FORKY, FORKY_V2, TRIXIE];
+        a_dump_into_another_directory_is_refused [FORKY, TRIXIE];
         options_of_older_clients_are_taken [TRIXIE];
     })
 }

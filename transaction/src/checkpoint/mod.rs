@@ -154,6 +154,11 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
 }
 
 async fn transact(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
+    // What is wrong with the spec is reported by those who need more of it.
+    if let Ok(spec) = Spec::load(&container.bundle) {
+        let usable = CriuConfig::of_criu(&spec, &container.bundle).expect_image();
+        usable.map_err(|cause| CheckpointError::refused(container, cause))?;
+    }
     let others = other_gpus(container, reaper).await?;
     if container.traits.by_firn() {
         gpu::run(container, request, reaper).await

@@ -184,7 +184,12 @@ impl PlainDump<'_> {
             // Not for a container that is being killed: a frozen cgroup would delay its end.
             self.set_freezer_after(dumped.is_ok(), cancel).await;
         }
-        let gone = image.at(|image| image.check()).await.err();
+        let is_whole = dumped.is_ok();
+        let checked = image.at(move |image| {
+            image.check()?;
+            if is_whole { image.check_complete() } else { Ok(()) }
+        });
+        let gone = checked.await.err();
         let complete = dumped.is_ok() && gone.is_none();
         transaction.journal.leave(Phase::CriuDump, complete).await;
         if complete {

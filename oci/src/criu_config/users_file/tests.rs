@@ -99,3 +99,27 @@ fn lines_that_run_programs_or_write_files_are_the_operators() {
         assert!(!is_harmless(refused), "{refused:?}");
     }
 }
+
+#[test]
+fn lines_that_put_an_image_elsewhere_are_found() {
+    for line in [
+        "images-dir /srv",
+        "images-dir=/srv",
+        "  lazy-pages # for the other node",
+        "ghost-limit 1G page-server",
+        "prev-image ../before",
+    ] {
+        let text = format!("shell-job\n{line}\ntcp-close\n");
+        assert_eq!(misleading(&text), Some(line));
+    }
+    for line in [
+        "# images-dir /srv",
+        "work-dir /srv",
+        "log-file x",
+        "leave-running",
+        "",
+        "l",
+    ] {
+        assert_eq!(misleading(line), None, "{line}");
+    }
+}
