@@ -73,7 +73,7 @@ pub fn flags(line: &CommandLine) -> DumpFlags {
         open_tcp: line.has("tcp-established"),
         external_unix_sockets: line.has("ext-unix-sk"),
         terminal: line.has("shell-job"),
-        file_locks: line.has("file-locks"),
+        file_locks: true,
     }
 }
 

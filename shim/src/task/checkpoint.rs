@@ -36,7 +36,8 @@ pub(super) async fn checkpoint(
             open_tcp: options.open_tcp,
             external_unix_sockets: options.external_unix_sockets,
             terminal: options.terminal,
-            file_locks: options.file_locks,
+            // A client that does not ask for them would have none: the kubelet asks for nothing.
+            file_locks: true,
         },
         empty_namespaces: options.empty_namespaces,
         meeting: None,

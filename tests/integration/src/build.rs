@@ -52,7 +52,7 @@ pub const PROGRAMS: [&str; 6] = [
 ];
 
 /// What else nodes of tests have.
-const OF_TESTS: [&str; 10] = [
+const OF_TESTS: [&str; 11] = [
     "cuda-step",
     "device-free",
     "gpu-counter",
@@ -60,6 +60,7 @@ const OF_TESTS: [&str; 10] = [
     "libcuda.so",
     "libnvidia_ml.so",
     "memory-hog",
+    "objects",
     "simgpu",
     "stall-fs",
     "unix-talk",

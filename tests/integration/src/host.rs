@@ -20,6 +20,7 @@ fn image(built: &Built) -> Image {
         .program(built.program("unix-talk"), "/bin/unix-talk")
         .program(built.program("device-free"), "/bin/device-free")
         .program(built.program("memory-hog"), "/bin/memory-hog")
+        .program(built.program("objects"), "/bin/objects")
 }
 
 /// Where the shim is on a node.

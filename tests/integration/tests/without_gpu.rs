@@ -425,6 +425,34 @@ fn a_shell_that_starts_programs_is_checkpointed(platform: Platform) -> Result<()
     })
 }
 
+/// A lock is held in the copy, whatever the client asks for: who would start the work again finds that
+/// somebody is at it.
+fn file_locks_move(platform: Platform) -> Result<()> {
+    let host = GpuHost::for_test(platform, "pl-k", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        let runtime = ["--runtime", host.runtime_for_options()?];
+        for kind in ["flock", "record-lock", "open-file-lock"] {
+            let command = ["objects", kind, "/lock", "/log"];
+            let container = Container::run(host, "c", &runtime, &command)?;
+            counts_on(&container, host, 3)?;
+            let task = Task::of(host, "c")?;
+            let pending = task.checkpoint("/tmp/image", &CheckpointOptions::default())?;
+            let reported = describe(&task.end(pending), |_| "done".to_owned());
+            ensure!(reported == "done", "{kind}, not asked for: {reported}");
+            counts_on(&container, host, 3)?;
+            container.checkpoint("checkpoint/c")?;
+            container.remove()?;
+            let (copy, _) = Container::restore(host, "c", "checkpoint/c", 0)?;
+            let carried = counts_on(&copy, host, 3).with_context(|| format!("the copy's {kind}"))?;
+            ensure!(carried >= 3, "the copy started afresh");
+            copy.remove()?;
+            host.remove_image("checkpoint/c")?;
+            host.node().run(&["rm", "-r", "/tmp/image"])?;
+        }
+        host.idle()
+    })
+}
+
 /// A CRIU configuration with which the image would be elsewhere ends no container.
 fn a_dump_into_another_directory_is_refused(platform: Platform) -> Result<()> {
     const CONFIG: &str = "/etc/criu/runc.conf";
@@ -467,6 +495,7 @@ pub(crate) fn suite() -> matrix::Suite {
         checkpoints_are_as_with_the_stock_shim [FORKY, FORKY_V2, TRIXIE];
         either_shim_restores_the_others_image [FORKY, TRIXIE];
         a_shell_that_starts_programs_is_checkpointed [FORKY, FORKY_V2, TRIXIE];
+        file_locks_move [FORKY, TRIXIE];
         a_dump_into_another_directory_is_refused [FORKY, TRIXIE];
         options_of_older_clients_are_taken [TRIXIE];
     })

@@ -120,7 +120,12 @@ impl Runc {
         restore: Restore<'_>,
         stdio: impl FnOnce(&mut Command),
     ) -> Result<(), RuncError> {
-        let mut command = self.criu_command("restore", restore.image, restore.work, restore.flags);
+        // Images of others do not show whether they have locks, without which they would be lost.
+        let flags = DumpFlags {
+            file_locks: true,
+            ..restore.flags.clone()
+        };
+        let mut command = self.criu_command("restore", restore.image, restore.work, &flags);
         command.envs(restore.plugins.map(|plugins| (CRIU_LIBS_DIR, plugins)));
         command.arg("--detach");
         // Children of a detached restore are the shim's anyway; crun does not know the option.

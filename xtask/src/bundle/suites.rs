@@ -48,7 +48,7 @@ const LEFT_OUT: [&str; 26] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 14] = [
+const PROGRAMS: [&str; 15] = [
     "firn-gpu",
     "firn-hook",
     "firn-runc",
@@ -62,6 +62,7 @@ const PROGRAMS: [&str; 14] = [
     "device-free",
     "memory-hog",
     "memory-pool",
+    "objects",
     "unix-talk",
 ];
 
