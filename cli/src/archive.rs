@@ -114,8 +114,7 @@ async fn each<E>(
             return Ok(false);
         }
         let kind = kind(header);
-        let path = PathBuf::from(OsString::from_vec(before.path(header)));
-        let path = path.strip_prefix(".").map(Path::to_owned).unwrap_or(path);
+        let path = relative(OsString::from_vec(before.path(header)).into());
         let place = FileSpan { from, length };
         if !visit(Entry { path, kind, place }) {
             return Ok(true);
@@ -123,6 +122,11 @@ async fn each<E>(
         before = Before::default();
     }
     Ok(false)
+}
+
+/// A path without a `./` before it, as `tar -C DIR .` writes it.
+pub fn relative(path: PathBuf) -> PathBuf {
+    path.strip_prefix(".").map(Path::to_owned).unwrap_or(path)
 }
 
 /// What the reader of archives takes an entry for.

@@ -212,9 +212,9 @@ impl CriuConfig {
     }
 
     /// Refuses a user's file with which CRIU would write the image elsewhere, or wait for somebody who reads
-    /// it. One that cannot be read is left to who uses it.
+    /// it; and one that others than root may change, as it may become such a file at any time.
     pub fn expect_image(&self) -> Result<(), CriuError> {
-        let text = self.users_file.lines().unwrap_or_default();
+        let text = self.users_file.text()?;
         match (self.users_file.path(), users_file::misleading(&text)) {
             (Some(path), Some(line)) => Err(CriuError::Misleading {
                 path: path.to_owned(),

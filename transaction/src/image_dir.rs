@@ -41,7 +41,7 @@ fn is_usual(error: &str) -> bool {
     let of_task = |text: &str| {
         let (pid, what) = text.split_once(' ')?;
         let is_pid = pid.bytes().all(|byte| byte.is_ascii_digit());
-        Some(is_pid && (what.starts_with("exited, status=") || what.starts_with("killed by signal ")))
+        Some(is_pid && what.starts_with("exited, status="))
     };
     ["Restoring FAILED.", "Dumping FAILED."].contains(&text)
         || text.starts_with("cg: cgroupd: recv req error")
@@ -76,7 +76,6 @@ mod tests {
     fn the_end_of_criu_is_no_reason() {
         const END: &str = "(00.0) Error (criu/util.c:1533): rlimit: Can't setup RLIMIT_NOFILE for self: No\n\
                            (00.5) Error (criu/cr-restore.c:1492): 12 exited, status=1\n\
-                           (00.5) Error (criu/cr-restore.c:1494): 7 killed by signal 9: Killed\n\
                            (00.6) Error (criu/cr-restore.c:2320): Restoring FAILED.\n\
                            (00.7) Error (criu/cgroup.c:1998): cg: cgroupd: recv req error: No such file\n";
         let reason = "(00.4)  12: Error (criu/files-reg.c:2225): File x has bad size 7 (expect 3)\n";

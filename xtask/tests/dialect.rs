@@ -44,10 +44,10 @@ fn functions(code: &str) -> Vec<Function<'_>> {
     let mut all = Vec::new();
     for (at, _) in code.match_indices("fn ") {
         let after = &code[at + "fn ".len()..];
-        let Some(open) = after
-            .find('(')
-            .filter(|open| !after[..*open].contains([';', '{', '=']))
-        else {
+        let named = after
+            .find(['(', '<'])
+            .filter(|end| !after[..*end].contains([';', '{', '=']));
+        let Some(open) = named.map(|end| end + generics(&after[end..])) else {
             continue;
         };
         let (parameters, length) = parameters(&after[open + 1..]);
@@ -62,6 +62,23 @@ fn functions(code: &str) -> Vec<Function<'_>> {
         });
     }
     all
+}
+
+/// Length of what stands in angle brackets, if the text begins with them.
+fn generics(text: &str) -> usize {
+    let mut depth = 0_usize;
+    for (at, character) in text.char_indices() {
+        match character {
+            '<' => depth += 1,
+            '>' if text[..at].ends_with('-') => {}
+            '>' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at + usize::from(character == '>');
+        }
+    }
+    0
 }
 
 /// What stands in parentheses, and how long it is with the last one.
@@ -164,7 +181,8 @@ fn no_function_that_acts_is_a_participle() {
 
 #[test]
 fn participles_that_act_are_found() {
-    let code = "fn copied(&mut self) -> u8 {}\nfn refused(a: &str) -> Result<()> {}\nfn left(a: u8);\n\
+    let code = "fn copied<F: Fn(u8) -> u8>(&mut self, f: F) -> u8 {}\n\
+                fn refused(a: &str) -> Result<()> {}\nfn left(a: u8);\n\
                 async fn stopped(&self) {}\nfn named(a: u8) -> u8 {}\nfn copy(&mut self) {}\n\
                 fn need(a: u8) {}";
     let named = functions(code);

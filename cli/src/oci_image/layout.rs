@@ -2,11 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read};
+use std::path::Path;
 
+use firn_image::form::EntryKind;
 use serde_json::json;
 use tar::{Archive, EntryType, Header};
 
 use super::{ImageError, Index, Part, media, no_checkpoint};
+use crate::archive;
 use crate::containerd::Containerd;
 use crate::outlet::Outlet;
 use crate::steps::Steps;
@@ -129,22 +132,21 @@ pub async fn read(
     steps: &mut Steps,
 ) -> Result<(Part, Index), ImageError> {
     let failed = || ImageError::file(format!("read {what}"));
-    let (mut archive, mut index, mut done) = (Archive::new(from), None, 0);
-    for found in archive.entries().map_err(failed())? {
+    let (mut entries, mut index, mut done) = (Archive::new(from), None, 0);
+    for found in entries.entries().map_err(failed())? {
         let mut found = found.map_err(failed())?;
-        let name = found.path().map_err(failed())?.to_string_lossy().into_owned();
-        // As `tar -C DIR .` writes them.
-        let name = name.strip_prefix("./").unwrap_or(&name);
-        if let Some(hex) = name
-            .strip_prefix(BLOBS)
-            .filter(|_| found.header().entry_type().is_file())
-        {
+        if archive::kind(found.header()) != EntryKind::File {
+            continue;
+        }
+        let path = archive::relative(found.path().map_err(failed())?.into_owned());
+        let hex = path.strip_prefix(BLOBS).ok().and_then(Path::to_str);
+        if let Some(hex) = hex.map(str::to_owned) {
             let digest = format!("sha256:{hex}");
             done += blob(containerd, &digest, &mut found, what, |read| {
                 steps.show_copied(done + read, 0)
             })
             .await?;
-        } else if name == INDEX {
+        } else if path == Path::new(INDEX) {
             let mut text = Vec::new();
             found.take(MAX_INDEX).read_to_end(&mut text).map_err(failed())?;
             if index.replace(text).is_some() {

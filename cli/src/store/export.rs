@@ -38,8 +38,9 @@ printed! { Exported<'_>: "store export"; Imported<'_>: "store import" }
 /// True: it is written.
 pub fn run(args: &ExportArgs) -> Result<bool> {
     let store = named(&args.common)?;
-    let from = (Some(store.place.directory()?), store.key);
-    let memory = shown(memory::export(&args.dir, from, &args.out, counted("exported")))?;
+    let from = Some(store.place.directory()?);
+    let exported = memory::export(&args.dir, from, store.key, &args.out, counted("exported"));
+    let memory = shown(exported)?;
     if args.common.json {
         output::json(&Exported {
             dir: &args.out,
@@ -56,8 +57,9 @@ pub fn import(args: &ImportArgs) -> Result<bool> {
     let store = named(&args.common)?;
     let (packing, path) = (store.packing()?, store.place.directory()?);
     // Not before it is known that something goes there.
-    let to = (|| made(&path, &packing), cap(&args.common)?);
-    let memory = shown(memory::import(&args.dir, to, &args.out, counted("imported")))?;
+    let to = || made(&path, &packing);
+    let imported = memory::import(&args.dir, to, cap(&args.common)?, &args.out, counted("imported"));
+    let memory = shown(imported)?;
     if args.common.json {
         output::json(&Imported {
             dir: &args.out,

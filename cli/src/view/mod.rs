@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use firn_containerd::Message;
 use firn_host::bounded::read_at_most;
 use firn_host::open_regular;
-use firn_image::form::{self, Archived, CheckpointDir, EntryError, EntryKind, FormError};
+use firn_image::form::{self, Archived, CheckpointDir, EntryError, FormError};
 use firn_oci::Spec;
 
 use crate::archive::{Entry, FileSpan};
@@ -158,15 +158,17 @@ impl View {
         let length = file.metadata().map_err(failed())?.len();
         let all = Bytes::File(&file, FileSpan { from: 0, length });
         let entries = all.list(&what).await?;
-        let mut files = entries.iter().filter(|entry| entry.kind == EntryKind::File);
-        let mut seen = BTreeSet::new();
-        if let Some(twice) = files.find(|file| !seen.insert(&file.path)) {
-            return Err(no_checkpoint(
-                &what,
-                format!("it has {} twice", twice.path.display()),
-            ));
-        }
         let named = |name: &str| entries.iter().find(|entry| entry.is(name));
+        let inside = Path::new(form::IMAGE).join(form::INVENTORY);
+        let is_of_parts = entries.iter().any(|entry| entry.is(&inside));
+        let indexes = entries.iter().filter(|entry| entry.is(INDEX)).count();
+        // Who unpacks it with tar would find another image.
+        if indexes > 0 && is_of_parts {
+            return Err(FormError::Both { dir: what.into() }.into());
+        }
+        if indexes > 1 {
+            return Err(no_checkpoint(&what, "it has two index.json"));
+        }
         let mut view = if let Some(top) = named(INDEX) {
             let top: Index = serde_json::from_slice(&all.content(&what, top, MAX_JSON).await?)
                 .map_err(|error| no_checkpoint(&what, error.to_string()))?;
@@ -186,8 +188,7 @@ impl View {
             let view = unpacked(&what, &image, Archived::Image, &tmp).await?;
             view.with_index(index, &spec)
         } else {
-            let inside = Path::new(form::IMAGE).join(form::INVENTORY);
-            let archived = if entries.iter().any(|entry| entry.is(&inside)) {
+            let archived = if is_of_parts {
                 Archived::Parts
             } else {
                 Archived::Image
@@ -227,13 +228,20 @@ async fn unpacked(
     tmp: &Path,
 ) -> Result<View, ImageError> {
     let work = WorkDir::make(tmp, "firn-view")?;
-    let (mut left, mut all) = (Vec::new(), 0);
+    let (mut left, mut all, mut seen) = (Vec::new(), 0, BTreeSet::new());
     for entry in archive.list(what).await? {
-        let name = match archived.entry(&entry.path, entry.kind) {
-            Ok(form::Entry::File(name)) => name,
-            Ok(form::Entry::Layer | form::Entry::Spec | form::Entry::Nothing) => continue,
+        let shown = entry.path.display();
+        let found = match archived.entry(&entry.path, entry.kind) {
+            Ok(form::Entry::Nothing) => continue,
+            Ok(found) => found,
             Err(EntryError::TwoImages) => return Err(FormError::Both { dir: what.into() }.into()),
-            Err(error) => return Err(no_checkpoint(what, format!("{}: {error}", entry.path.display()))),
+            Err(error) => return Err(no_checkpoint(what, format!("{shown}: {error}"))),
+        };
+        if !seen.insert(entry.path.clone()) {
+            return Err(no_checkpoint(what, format!("it has {shown} twice")));
+        }
+        let form::Entry::File(name) = found else {
+            continue;
         };
         let size = entry.place.length;
         if name.starts_with("pages-") && size >= MEMORY || size > MOST || all + size > MOST_OF_ALL {

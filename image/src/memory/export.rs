@@ -16,7 +16,8 @@ use firn_store::{Digest, EXTENT, Index, Piece, Reader, Store};
 /// returns what counts those that are copied. Returns the bytes of memory, with zeros.
 pub fn export<P: Fn(u64) + Sync>(
     from: &Path,
-    (store, key): (Option<PathBuf>, Option<PathBuf>),
+    store: Option<PathBuf>,
+    key: Option<PathBuf>,
     to: &Path,
     begin: impl FnOnce(u64) -> P,
 ) -> Result<u64, ImageCopyError> {

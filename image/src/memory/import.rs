@@ -24,7 +24,8 @@ use firn_store::{EXTENT, Index, Piece, Store, StoreError, Writer, machine, mount
 /// counts those that are copied.
 pub fn import<P: Fn(u64) + Sync>(
     from: &Path,
-    (store, cap): (impl FnOnce() -> Result<Store, StoreError>, Option<u64>),
+    store: impl FnOnce() -> Result<Store, StoreError>,
+    cap: Option<u64>,
     to: &Path,
     begin: impl FnOnce(u64) -> P,
 ) -> Result<StoredMemory, ImageCopyError> {

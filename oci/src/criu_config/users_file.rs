@@ -116,6 +116,18 @@ impl UsersFile {
 
     /// Its lines; empty if there is no file.
     pub(super) fn lines(&self) -> Result<String, CriuError> {
+        let text = self.text()?;
+        match (self, text.lines().find(|line| !is_harmless(line))) {
+            (Self::Named(path), Some(line)) => Err(CriuError::Option {
+                path: path.clone(),
+                line: shown(line),
+            }),
+            _ => Ok(text),
+        }
+    }
+
+    /// The same, also with lines that are the operator's alone.
+    pub(super) fn text(&self) -> Result<String, CriuError> {
         let Some(path) = self.path() else {
             return Ok(String::new());
         };
@@ -139,26 +151,28 @@ impl UsersFile {
         let text = bytes.map_err(unreadable)?;
         let text = text.and_then(|bytes| String::from_utf8(bytes).ok());
         let text = text.filter(|text| !text.contains('\0'));
-        let text = text.ok_or_else(|| CriuError::NotText {
+        text.ok_or_else(|| CriuError::NotText {
             path: path.to_owned(),
-        })?;
-        match (self, text.lines().find(|line| !is_harmless(line))) {
-            (Self::Named(path), Some(line)) => Err(CriuError::Option {
-                path: path.clone(),
-                line: shown(line),
-            }),
-            _ => Ok(text),
-        }
+        })
     }
 }
 
-/// The first line with an option of [`MISLEADING`], or with the beginning of its name.
+/// The first line with an option of [`MISLEADING`], or with the beginning of its name. CRIU puts dashes
+/// before the first word of a line, and takes others as they are: `ghost-limit 1G --images-dir /srv` has two
+/// options.
 pub(super) fn misleading(text: &str) -> Option<&str> {
-    let means = |word: &str, option: &&str| word.len() > 2 && option.starts_with(word);
+    let is_one = |option: &str| {
+        let name = option.split('=').next().unwrap_or_default();
+        name.len() > 1 && MISLEADING.iter().any(|misleading| misleading.starts_with(name))
+    };
+    // Of an image directory, and of tasks that stay stopped.
+    let is_short = |word: &str| ["-D", "-s"].iter().any(|short| word.starts_with(short));
     text.lines().find(|line| {
-        let words = line.split([' ', '\t', '=']).filter(|word| !word.is_empty());
+        let words = line.split(|c: char| c.is_whitespace() || matches!(c, '"' | '\''));
+        let words = words.filter(|word| !word.is_empty());
         let mut words = words.take_while(|word| !word.starts_with('#'));
-        words.any(|word| MISLEADING.iter().any(|option| means(word, option)))
+        let first = words.next().unwrap_or_default();
+        is_one(first) || words.any(|word| is_short(word) || word.strip_prefix("--").is_some_and(is_one))
     })
 }
 

@@ -42,7 +42,7 @@ use crate::look::{self, Checked};
 use crate::meeting::Meeting;
 use crate::runc::{Bounds, Checkpoint};
 use crate::transaction::Intent;
-use dump::WorkDir;
+use dump::{WorkDir, bounded};
 
 /// The log of a failed dump, kept in the bundle as the stock shim does.
 pub(crate) const KEPT_LOG: &str = "criu-dump.log";
@@ -154,17 +154,28 @@ pub async fn run(container: &Container, request: &Request, reaper: &Reaper) -> R
 }
 
 async fn transact(container: &Container, request: &Request, reaper: &Reaper) -> Result<(), CheckpointError> {
-    // What is wrong with the spec is reported by those who need more of it.
-    if let Ok(spec) = Spec::load(&container.bundle) {
-        let usable = CriuConfig::of_criu(&spec, &container.bundle).expect_image();
-        usable.map_err(|cause| CheckpointError::refused(container, cause))?;
-    }
+    expect_image(container)
+        .await
+        .map_err(|cause| CheckpointError::refused(container, cause))?;
     let others = other_gpus(container, reaper).await?;
     if container.traits.by_firn() {
         gpu::run(container, request, reaper).await
     } else {
         plain::run(container, request, others, reaper).await
     }
+}
+
+/// Refuses a CRIU configuration with which there would be no image where it is looked for.
+async fn expect_image(container: &Container) -> Result<(), EffectError> {
+    let guard = container.transaction.begin();
+    let (bundle, limit) = (container.bundle.clone(), configured().deadlines.look);
+    let read = move || match Spec::load(&bundle) {
+        Ok(spec) => CriuConfig::of_criu(&spec, &bundle).expect_image(),
+        // What is wrong with the spec is reported by those who need more of it.
+        Err(_) => Ok(()),
+    };
+    let what = "the read of CRIU's configuration";
+    Ok(bounded(what, limit, &guard.cancel, read).await??)
 }
 
 /// Joins a meeting for the `nth` time, and waits for the others.

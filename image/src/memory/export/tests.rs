@@ -106,7 +106,7 @@ impl Image {
 
     fn export(&self) -> Result<u64, ImageCopyError> {
         let store = Some(self.store.root().to_owned());
-        export(&self.path("image"), (store, None), &self.path("out"), |_| |_| {})
+        export(&self.path("image"), store, None, &self.path("out"), |_| |_| {})
     }
 
     /// It fails with this code, and nothing is left.
@@ -139,7 +139,7 @@ fn the_memory_is_in_the_pages_files() {
     let image = Image::new();
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
     let (from, to) = (image.path("image"), image.path("out"));
-    let exported = export(&from, (Some(image.store.root().to_owned()), None), &to, |total| {
+    let exported = export(&from, Some(image.store.root().to_owned()), None, &to, |total| {
         begun.store(total, Ordering::Relaxed);
         |bytes| {
             done.fetch_add(bytes, Ordering::Relaxed);
@@ -185,10 +185,10 @@ fn what_cannot_be_exported_leaves_nothing() {
     assert!(image.path("out/mine").exists());
     fs::remove_file(image.path("out/mine")).unwrap();
 
-    let store = export(&image.path("image"), (None, None), &image.path("out"), |_| |_| {});
+    let store = export(&image.path("image"), None, None, &image.path("out"), |_| |_| {});
     assert_eq!(store.unwrap_err().code(), "FIRN-STORE-MISSING");
     image.export().unwrap();
-    let again = export(&image.path("out"), (None, None), &image.path("other"), |_| |_| {});
+    let again = export(&image.path("out"), None, None, &image.path("other"), |_| |_| {});
     assert_eq!(again.unwrap_err().code(), "FIRN-IMAGE-COPY", "it is inline");
     fs::remove_dir_all(image.path("out")).unwrap();
 

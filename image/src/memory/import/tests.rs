@@ -99,7 +99,8 @@ impl Inline {
     fn import(&self) -> Result<StoredMemory, ImageCopyError> {
         import(
             &self.path("image"),
-            (|| Ok(self.store.clone()), None),
+            || Ok(self.store.clone()),
+            None,
             &self.path("out"),
             |_| |_| {},
         )
@@ -137,12 +138,18 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     let inline = Inline::new();
     let (image, out) = (inline.path("image"), inline.path("out"));
     let (begun, done) = (AtomicU64::new(0), AtomicU64::new(0));
-    let memory_of = import(&image, (|| Ok(inline.store.clone()), None), &out, |total| {
-        begun.store(total, Ordering::Relaxed);
-        |bytes| {
-            done.fetch_add(bytes, Ordering::Relaxed);
-        }
-    });
+    let memory_of = import(
+        &image,
+        || Ok(inline.store.clone()),
+        None,
+        &out,
+        |total| {
+            begun.store(total, Ordering::Relaxed);
+            |bytes| {
+                done.fetch_add(bytes, Ordering::Relaxed);
+            }
+        },
+    );
     let stored = memory_of.unwrap();
     assert_eq!((begun.into_inner(), done.into_inner()), (LARGE, LARGE));
     assert_eq!((stored.bytes, stored.written), (LARGE, LARGE - WHOLE));
@@ -169,7 +176,7 @@ fn what_is_imported_and_exported_has_the_same_pages() {
     assert_eq!(left, [BEGIN + PAGE, BEHIND, BEHIND + PAGE]);
 
     let again = inline.path("again");
-    export(&out, (Some(inline.path("store")), None), &again, |_| |_| {}).unwrap();
+    export(&out, Some(inline.path("store")), None, &again, |_| |_| {}).unwrap();
     assert!(memory(&again, PID) == memory(&image, PID), "other pages");
     Manifest::read(&again)
         .unwrap()
@@ -178,7 +185,7 @@ fn what_is_imported_and_exported_has_the_same_pages() {
         .unwrap();
     // And the other way round, to the same index.
     let out = inline.path("twice");
-    let twice = import(&again, (|| Ok(inline.store.clone()), None), &out, |_| |_| {}).unwrap();
+    let twice = import(&again, || Ok(inline.store.clone()), None, &out, |_| |_| {}).unwrap();
     assert_eq!((twice.written, twice.reused), (0, LARGE - WHOLE));
 }
 
@@ -236,7 +243,8 @@ fn what_parent_and_child_may_share_stays() {
     assert_eq!(pieces, [(CHILD, own.start)]);
     export(
         &inline.path("out"),
-        (Some(inline.path("store")), None),
+        Some(inline.path("store")),
+        None,
         &inline.path("again"),
         |_| |_| {},
     )
@@ -250,7 +258,8 @@ fn what_cannot_be_imported_leaves_nothing() {
     let inline = Inline::new();
     let full = import(
         &inline.path("image"),
-        (|| Ok(inline.store.clone()), Some(WHOLE)),
+        || Ok(inline.store.clone()),
+        Some(WHOLE),
         &inline.path("out"),
         |_| |_| {},
     );
@@ -276,7 +285,8 @@ fn what_cannot_be_imported_leaves_nothing() {
     inline.import().unwrap();
     let again = import(
         &inline.path("out"),
-        (|| Ok(inline.store.clone()), None),
+        || Ok(inline.store.clone()),
+        None,
         &inline.path("other"),
         |_| |_| {},
     );

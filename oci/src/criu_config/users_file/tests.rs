@@ -106,8 +106,14 @@ fn lines_that_put_an_image_elsewhere_are_found() {
         "images-dir /srv",
         "images-dir=/srv",
         "  lazy-pages # for the other node",
-        "ghost-limit 1G page-server",
+        "\u{b}lazy-pages",
         "prev-image ../before",
+        "im /srv",
+        "ghost-limit 1G --page-server",
+        "shell-job --images-dir=/srv",
+        "shell-job \"--images-dir\" \"/srv\"",
+        "shell-job -D /srv",
+        "shell-job -s",
     ] {
         let text = format!("shell-job\n{line}\ntcp-close\n");
         assert_eq!(misleading(&text), Some(line));
@@ -115,7 +121,8 @@ fn lines_that_put_an_image_elsewhere_are_found() {
     for line in [
         "# images-dir /srv",
         "work-dir /srv",
-        "log-file x",
+        "log-file stream",
+        "ghost-limit 1G page-server",
         "leave-running",
         "",
         "l",
