@@ -23,6 +23,7 @@ mod seccomp;
 pub(crate) mod shared_memory;
 mod stopped;
 mod tasks;
+mod timers;
 mod unix_sockets;
 mod wire;
 
@@ -41,6 +42,7 @@ pub use self::connections::{Connections, Continued, close_connections};
 pub use self::made::{check as check_made, loosened};
 pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
+pub use self::timers::set_expired_timers;
 pub use self::unix_sockets::close_unix_sockets;
 use self::wire::{Message, WireError};
 use firn_host::bounded::read_at_most;

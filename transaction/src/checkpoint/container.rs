@@ -15,7 +15,7 @@ use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::procfs;
 use firn_host::{UnlessAbsent, atomic_file};
-use firn_image::criu::{Continued, close_connections, close_unix_sockets};
+use firn_image::criu::{Continued, close_connections, close_unix_sockets, set_expired_timers};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageFile, Versions};
 use firn_image::memory::call::Ready;
 use firn_oci::criu_config::{self, CriuError};
@@ -302,6 +302,22 @@ impl ContainerEffects<'_> {
                 found.closed,
                 found.kept
             );
+        }
+        Ok(())
+    }
+
+    /// Sets the timers that would never expire again in a copy.
+    async fn set_expired_timers(&self) -> Result<(), EffectError> {
+        let (image, limit) = (
+            self.request.image.inside(),
+            self.transaction.config.deadlines.look,
+        );
+        let (what, cancel) = ("set timers in the image", self.transaction.cancel());
+        let count = bounded(what, limit, cancel, move || set_expired_timers(&image)).await?;
+        let count = count.map_err(DumpError::Timers)?;
+        if count > 0 {
+            let id = &self.transaction.container.id;
+            log::info!("{count} expired timers are set again in the checkpoint of {id}");
         }
         Ok(())
     }

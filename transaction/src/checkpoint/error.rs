@@ -214,6 +214,9 @@ pub enum DumpError {
         "report it with the image; firn.dev/tcp=keep leaves the image as it is"
     )]
     Connections(#[source] ImageFault),
+    #[error("cannot set timers in the image")]
+    #[problem("FIRN-DUMP", "report it with the image")]
+    Timers(#[source] ImageFault),
     #[error(transparent)]
     Image(#[from] ImageDirError),
 }

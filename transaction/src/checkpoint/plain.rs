@@ -6,6 +6,7 @@ use std::time::Duration;
 use firn_config::{Config, Keys};
 use firn_host::procfs;
 use firn_host::{Chain, UnlessAbsent};
+use firn_image::criu::set_expired_timers;
 use firn_oci::amd;
 use firn_preflight::{OtherGpus, is_outside_vfork};
 use firn_process::OrWarn;
@@ -14,7 +15,7 @@ use firn_process::cancel::CancellationToken;
 use firn_process::cgroup::FreezerState;
 use firn_process::reaper::Reaper;
 
-use super::dump::{Leftovers, WorkDir, sync};
+use super::dump::{Leftovers, WorkDir, bounded, sync};
 use super::error::{CheckpointError, EffectError};
 use super::phases::Failure;
 use super::{KEPT_LOG, Request, join};
@@ -193,6 +194,7 @@ impl PlainDump<'_> {
         let complete = dumped.is_ok() && gone.is_none();
         transaction.journal.leave(Phase::CriuDump, complete).await;
         if complete {
+            self.set_expired_timers().await;
             seal(image).await;
         }
         let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();
@@ -218,6 +220,21 @@ impl PlainDump<'_> {
         }
         journal::point("dump-tidied").await;
         result
+    }
+
+    /// Sets the timers that would never expire again in a copy. A list of open files that firn cannot read is
+    /// left as it is: the image is what the stock shim would have made.
+    async fn set_expired_timers(&self) {
+        let image = self.request.image.inside();
+        let limit = self.transaction.config.deadlines.look;
+        let (what, cancel) = ("set timers in the image", self.transaction.cancel());
+        let id = &self.transaction.container.id;
+        match bounded(what, limit, cancel, move || set_expired_timers(&image)).await {
+            Ok(Ok(0)) => {}
+            Ok(Ok(count)) => log::info!("{count} expired timers are set again in the checkpoint of {id}"),
+            Ok(Err(fault)) => log::warn!("{id}: timers may be dead in a copy: {}", Chain(&fault)),
+            Err(error) => log::warn!("{id}: timers may be dead in a copy: {}", Chain(&error)),
+        }
     }
 
     async fn call_runtime(

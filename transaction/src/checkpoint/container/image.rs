@@ -86,6 +86,7 @@ impl Dump for ContainerEffects<'_> {
 
     async fn describe(&mut self) -> Result<(), EffectError> {
         self.close_connections().await?;
+        self.set_expired_timers().await?;
         self.transaction.journal.show(Phase::Manifest);
         self.describe_image().await
     }
