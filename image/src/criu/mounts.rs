@@ -91,8 +91,9 @@ pub(super) fn check_made(
     compare(name, known, mounts, host)
 }
 
-/// Flags of bind mounts that have to be set again. If another mount has the same source and flags, CRIU loses
-/// all flags of the second: it takes it for the first, which it does not bind again.
+/// Flags of bind mounts and of the root that have to be set again. If another mount has the same source and
+/// flags, CRIU loses all flags of the second: it takes it for the first, which it does not bind again. The root
+/// is writable after a restore by CRIU 4.1.
 pub(super) fn loosened(
     spec: &Spec,
     entries: &[MountEntry],
@@ -108,11 +109,13 @@ pub(super) fn loosened(
     let mut all = Vec::new();
     for entry in entries {
         let of_spec = known.last_at(&entry.mount_point);
-        let Some(of_spec) = of_spec.filter(|of_spec| of_spec.is_bind()) else {
-            continue;
+        let restrictions = match of_spec.filter(|of_spec| of_spec.is_bind()) {
+            Some(of_spec) => of_spec.restrictions(),
+            None if known.read_only_root && entry.mount_point == Path::new("/") => READ_ONLY,
+            None => continue,
         };
         let found = made(entry, &known).flags;
-        let wanted = found | of_spec.restrictions();
+        let wanted = found | restrictions;
         if wanted != found {
             let has = |option: &str| entry.options.split(',').any(|word| word == option);
             let times = TIMES.iter().filter(|(name, _)| has(name));

@@ -129,6 +129,19 @@ fn bind_mounts_get_back_the_restrictions_that_they_have_lost() {
 }
 
 #[test]
+fn a_root_that_has_become_writable_is_made_read_only_again() {
+    const RELATIME: u32 = 1 << 21;
+    let of = |spec: Value, options: &str| {
+        let root = format!("1 0 0:60 / / {options},relatime - overlay overlay rw\n");
+        loosened(&Spec::from(spec), &mountinfo::parse(root.as_bytes()), &host()).unwrap()
+    };
+    let read_only = || json!({"root": {"path": "rootfs", "readonly": true}});
+    assert_eq!(of(read_only(), "rw"), [("/".into(), READ_ONLY | RELATIME)]);
+    assert_eq!(of(read_only(), "ro"), []);
+    assert_eq!(of(json!({"root": {"path": "rootfs"}}), "rw"), []);
+}
+
+#[test]
 fn groups_and_masters_are_read_of_an_image() {
     let mount = [8, 5, 16, 1, 24, 2, 32, 0, 40, 0, 0x32, 1, b'/', 0x3a, 1, b'/'];
     // Group and master are numbers, and 0 where there is none.
