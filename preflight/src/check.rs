@@ -156,11 +156,12 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 11] = [
+        let rules: [Rule<'a>; 12] = [
             Self::leaves,
             Self::other_vendors,
             Self::held_devices,
             Self::left_out,
+            Self::objects,
             Self::findings,
             Self::connections,
             Self::deleted_names,
@@ -259,6 +260,17 @@ impl<'a> Run<'a> {
         let refused = environment::by_left_out(&left_out, self.cuda(), assertions.exec);
         self.outcome.refusals.extend(refused);
         self.outcome.left_out = left_out;
+        Ok(())
+    }
+
+    fn objects(&mut self) -> Result<(), CheckError> {
+        let Workload {
+            init, objects, pause, ..
+        } = self.workload;
+        if self.dump().is_some() || (*objects && !pause) {
+            let found = finding::objects(self.proc_root, *init, &self.dumped())?;
+            self.outcome.refusals.extend(found);
+        }
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use firn_oci::amd::AmdPluginError;
 use firn_remap::GrantError;
 
-use crate::{Connection, OtherEnd, Refusal, UnixKind, UnixSocket};
+use crate::{Connection, Object, OtherEnd, Refusal, UnixKind, UnixSocket};
 
 /// One refusal of each kind.
 pub fn refusals() -> Vec<Refusal> {
@@ -12,8 +12,8 @@ pub fn refusals() -> Vec<Refusal> {
     let mut all = of_the_node();
     all.extend(of_gpus_in_other_processes());
     all.extend(of_the_driver());
-    all.extend([of_connections(), of_deleted_names()]);
     all.extend(of_unix_sockets());
+    all.extend(of_objects());
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -67,6 +67,20 @@ pub fn refusals() -> Vec<Refusal> {
     ]);
     all.extend(of_the_environment());
     all
+}
+
+fn of_objects() -> [Refusal; 4] {
+    [
+        of_connections(),
+        of_deleted_names(),
+        Refusal::Object {
+            pid: 7,
+            comm: "python".to_owned(),
+            object: Object::Vsock,
+            at: "descriptor 5".to_owned(),
+        },
+        Refusal::UserNamespace,
+    ]
 }
 
 fn of_the_driver() -> [Refusal; 2] {

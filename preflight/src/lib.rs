@@ -17,8 +17,8 @@ mod workload;
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
-    Certainty, Connection, Finding, Inherited, OtherEnd, RefusedBefore, UnixKind, UnixSocket, Unreadable,
-    is_outside_vfork,
+    Certainty, Connection, Finding, Inherited, Object, OtherEnd, RefusedBefore, UnixKind, UnixSocket,
+    Unreadable, is_outside_vfork, user_namespace,
 };
 pub use refusal::Refusal;
 pub use workload::{Assertions, Capacity, OtherVendors, Workload};

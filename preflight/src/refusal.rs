@@ -6,7 +6,7 @@ use firn_host::Problem;
 use firn_oci::amd::AmdPluginError;
 use firn_remap::GrantError;
 
-use crate::{Connection, UnixSocket};
+use crate::{Connection, Object, UnixSocket};
 
 /// Why a container is not checkpointed. Nothing has been touched.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -66,6 +66,20 @@ pub enum Refusal {
         comm: String,
         directory: PathBuf,
     },
+    #[error("process {pid} ({comm}) has {object} ({at}), which {}", object.fate())]
+    #[problem("FIRN-OBJECT", object.remedy())]
+    Object {
+        pid: i32,
+        comm: String,
+        object: Object,
+        /// Its descriptor, its address, or the number of a namespace.
+        at: String,
+    },
+    #[error(
+        "the container has a user namespace of its own: CRIU would dump it, and nothing could restore it"
+    )]
+    #[problem("FIRN-USER-NAMESPACE", HOST_USERS)]
+    UserNamespace,
     #[error("process {pid} ({comm}) has an io_uring, which CRIU cannot dump")]
     #[problem("FIRN-IO-URING", NO_IO_URING)]
     IoUring { pid: i32, comm: String },
@@ -234,6 +248,8 @@ impl Refusal {
             Self::AmdPlugin(_)
             | Self::CudaExec { .. }
             | Self::Exec { .. }
+            | Self::Object { .. }
+            | Self::UserNamespace
             | Self::IoUring { .. }
             | Self::ProtectionKey { .. }
             | Self::Rdma { .. }
@@ -287,6 +303,8 @@ const START_AGAIN: &str = "end the process and start it again, without what the 
                           (managed memory, or memory shared with others)";
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
+const HOST_USERS: &str = "create the container without a user namespace (ctr run without --uidmap and \
+                          --gidmap; in a pod without hostUsers: false)";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";
 const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that was forked from a CUDA \
                          process must keep its parent and open no GPU itself";

@@ -26,6 +26,10 @@ pub struct Workload {
     pub other_vendors: Option<OtherVendors>,
     /// Check which processes CRIU would leave out, and what the others have open and mapped.
     pub processes: Option<Assertions>,
+    /// Check the objects of processes also without the other parts: of a container that is dumped as by the
+    /// stock shim.
+    #[serde(default)]
+    pub objects: bool,
     /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of
     /// `capacity` does not matter.
     pub pause: bool,

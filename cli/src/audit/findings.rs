@@ -98,6 +98,14 @@ const IMEX: &str = "imex";
 const PEERS: &str = "peer_access";
 const INHERITED: &str = "inherited_gpus";
 
+const OBJECTS: [Topic; 2] = [
+    Topic("user_namespace", "/proc/PID/ns"),
+    Topic(
+        "objects_without_a_copy",
+        "/proc/PID/fd, fdinfo, maps, ns and net/icmp",
+    ),
+];
+
 /// Of a job that lets go of every device in its hook.
 const DEVICES: [Topic; 1] = [Topic(
     "devices_held_after_the_hook",
@@ -158,6 +166,8 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::ManagedMemory { .. } => "managed_memory",
         Refusal::RefusedBefore { .. } => "refused_by_the_driver_before",
         Refusal::Mps { .. } => "mps",
+        Refusal::UserNamespace => OBJECTS[0].0,
+        Refusal::Object { .. } => OBJECTS[1].0,
         Refusal::IoUring { .. } => "io_uring",
         Refusal::ProtectionKey { .. } => "protection_keys",
         Refusal::Rdma { .. } => "rdma",
@@ -249,6 +259,9 @@ impl Signals {
             self.add_all(&DELETED_NAMES, refusals);
             self.of_unix_sockets(outcome);
             self.add_all(&LEFT_OUT, refusals);
+        }
+        if workload.processes.is_some() || workload.objects {
+            self.add_all(&OBJECTS, refusals);
         }
         if workload.other_vendors.is_some() {
             self.add_all(&OTHER_VENDORS, refusals);

@@ -139,6 +139,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
                 spec.and_then(|spec| users_tcp(spec, subject.bundle.as_deref())),
             )
         }),
+        objects: true,
         inherited: subject
             .bundle
             .as_deref()

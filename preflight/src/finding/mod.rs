@@ -52,6 +52,7 @@ mod evaluate;
 mod held;
 mod inherited;
 mod kept;
+mod objects;
 mod protection_keys;
 mod refused_before;
 #[cfg(test)]
@@ -62,6 +63,7 @@ pub use connections::Connection;
 pub(crate) use evaluate::{evaluate, without_peer_access};
 pub use inherited::Inherited;
 pub(crate) use kept::kept;
+pub use objects::Object;
 pub use refused_before::RefusedBefore;
 pub use unix_sockets::{Kind as UnixKind, OtherEnd, UnixSocket};
 
@@ -157,6 +159,20 @@ pub(crate) fn unix_sockets(
     let mut found = unix_sockets::inspect(proc_root, dumped)?;
     let refusal = unix_sockets::evaluate(&mut found, assertions, criu_plugin);
     Ok((found, refusal))
+}
+
+/// Objects of processes below `proc_root` that no copy would have, and a user namespace of the container.
+pub(crate) fn objects(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+    let objects = objects::inspect(proc_root, init, dumped)?;
+    Ok(user_namespace(proc_root, init)
+        .into_iter()
+        .chain(objects)
+        .collect())
+}
+
+/// Why a container with this first process is not dumped, whoever dumps it: nothing could restore it.
+pub fn user_namespace(proc_root: &Path, init: i32) -> Option<Refusal> {
+    objects::has_user_namespace(proc_root, init).then_some(Refusal::UserNamespace)
 }
 
 /// Why processes share GPU memory after the hook `prepare`, as far as /proc shows it. One refusal at most.

@@ -1,8 +1,9 @@
-//! The table of docs/guide/clients.md, which the suites write: what each client does with firn.
+//! The tables that the suites write: what each client does with firn (docs/guide/clients.md), and what becomes
+//! of each object that a container may hold (docs/guide/objects.md).
 //!
-//! A suite reports what it has seen an operation of a client come to. If the table claims anything else, the
-//! trial fails. A suite that has run all its trials fails too if the table claims something in its name that
-//! it has not seen. With [`WRITE`] in the environment the table is changed instead.
+//! A suite reports what it has seen. If the table claims anything else, the trial fails. A suite that has run
+//! all its trials fails too if the table claims something in its name that it has not seen. With [`WRITE`] in
+//! the environment the table is changed instead.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -14,13 +15,29 @@ use anyhow::{Context, Result, ensure};
 
 use crate::GpuHost;
 
-/// Environment variable that has the table written.
+/// Environment variable that has the tables written.
 const WRITE: &str = "FIRN_WRITE_CLIENTS";
 
-const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/guide/clients.md");
+/// A page with a table. The last cell of a row is the suite, the one before it what was seen, and the others
+/// what it is about.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Page {
+    name: &'static str,
+    /// The lines before the rows.
+    head: &'static str,
+}
 
-/// The lines before and after the rows.
-const HEAD: &str = "| client | runtime | operation | outcome | suite |\n|---|---|---|---|---|\n";
+static CLIENTS: Page = Page {
+    name: "docs/guide/clients.md",
+    head: "| client | runtime | operation | outcome | suite |\n|---|---|---|---|---|\n",
+};
+
+static OBJECTS: Page = Page {
+    name: "docs/guide/objects.md",
+    head: "| object | container | outcome | suite |\n|---|---|---|---|\n",
+};
+
+/// The line after the rows.
 const END: &str = "\n<!-- the suites write the table above -->\n";
 
 /// A client of a version, and the name of the runtime that is firn.
@@ -41,17 +58,12 @@ pub enum Outcome<'a> {
     Broken(&'a str),
 }
 
+/// The cells of a row.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Row {
-    client: String,
-    runtime: String,
-    operation: String,
-    outcome: String,
-    suite: String,
-}
+struct Row(Vec<String>);
 
 /// What this program has reported.
-static SEEN: Mutex<BTreeSet<Row>> = Mutex::new(BTreeSet::new());
+static SEEN: Mutex<BTreeSet<(&Page, Row)>> = Mutex::new(BTreeSet::new());
 
 impl Claims {
     /// Of a client (`docker`) whose version is as it reports itself (`v28.5.2+dfsg4`), for a runtime name.
@@ -81,32 +93,12 @@ impl Claims {
 
     /// Reports what an operation has come to.
     pub fn saw(&self, operation: &str, outcome: Outcome<'_>) -> Result<()> {
-        let row = Row {
-            client: self.client.clone(),
-            runtime: self.runtime.clone(),
-            operation: operation.to_owned(),
-            outcome: match outcome {
-                Outcome::Works => "works".to_owned(),
-                Outcome::Limited(why) => format!("limited: {why}"),
-                Outcome::Broken(link) => format!("broken upstream: {link}"),
-            },
-            suite: format!("`{}`", suite()?),
+        let outcome = match outcome {
+            Outcome::Works => "works".to_owned(),
+            Outcome::Limited(why) => format!("limited: {why}"),
+            Outcome::Broken(link) => format!("broken upstream: {link}"),
         };
-        SEEN.lock().expect("no trial panics here").insert(row.clone());
-        on_page(|rows| {
-            if writes() {
-                rows.retain(|other| !other.is_about(&row));
-                rows.push(row);
-                return Ok(());
-            }
-            ensure!(
-                rows.contains(&row),
-                "docs/guide/clients.md claims {:?}, but seen was {row:?}\nhint: if that is right, run the \
-                 suite with {WRITE}=1",
-                rows.iter().find(|other| other.is_about(&row))
-            );
-            Ok(())
-        })
+        CLIENTS.saw(&[&self.client, &self.runtime, operation], &outcome)
     }
 
     /// As [`Self::saw`], for one that works.
@@ -115,96 +107,115 @@ impl Claims {
     }
 }
 
-/// After all trials of a suite have passed: whether the table claims nothing else in its name.
+/// Reports what has become of an object in a container of a kind.
+pub fn saw_object(object: &str, container: &str, outcome: &str) -> Result<()> {
+    OBJECTS.saw(&[object, container], outcome)
+}
+
+/// After all trials of a suite have passed: whether a table claims nothing else in its name.
 pub(crate) fn nothing_else_is_claimed(suite: &str) -> Result<()> {
     let suite = format!("`{suite}`");
     let seen = SEEN.lock().expect("no trial panics here").clone();
-    on_page(|rows| {
-        let is_left = |row: &Row| row.suite == suite && !seen.iter().any(|other| other.is_about(row));
-        if writes() {
-            rows.retain(|row| !is_left(row));
-        }
-        let left: Vec<&Row> = rows.iter().filter(|row| is_left(row)).collect();
-        ensure!(
-            left.is_empty(),
-            "docs/guide/clients.md claims what the suite has not seen: {left:?}\nhint: run it with {WRITE}=1"
-        );
-        Ok(())
-    })
+    for page in [&CLIENTS, &OBJECTS] {
+        let is_seen = |row: &Row| seen.iter().any(|(of, other)| *of == page && other.is_about(row));
+        page.change(|rows| {
+            let is_left = |row: &Row| row.0.last() == Some(&suite) && !is_seen(row);
+            if writes() {
+                rows.retain(|row| !is_left(row));
+            }
+            let left: Vec<&Row> = rows.iter().filter(|row| is_left(row)).collect();
+            ensure!(
+                left.is_empty(),
+                "{} claims what the suite has not seen: {left:?}\nhint: run it with {WRITE}=1",
+                page.name
+            );
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
 
-impl Row {
-    fn read(line: &str) -> Option<Self> {
-        let cells: Vec<&str> = line
-            .strip_prefix("| ")?
-            .strip_suffix(" |")?
-            .split(" | ")
-            .collect();
-        let [client, runtime, operation, outcome, suite] = cells[..] else {
-            return None;
-        };
-        Some(Self {
-            client: client.to_owned(),
-            runtime: runtime.to_owned(),
-            operation: operation.to_owned(),
-            outcome: outcome.to_owned(),
-            suite: suite.to_owned(),
+impl Page {
+    fn saw(&'static self, about: &[&str], outcome: &str) -> Result<()> {
+        let suite = format!("`{}`", suite()?);
+        let cells = about.iter().copied().chain([outcome, &suite]);
+        let row = Row(cells.map(str::to_owned).collect());
+        SEEN.lock()
+            .expect("no trial panics here")
+            .insert((self, row.clone()));
+        self.change(|rows| {
+            if writes() {
+                rows.retain(|other| !other.is_about(&row));
+                rows.push(row);
+                return Ok(());
+            }
+            ensure!(
+                rows.contains(&row),
+                "{} claims {:?}, but seen was {row:?}\nhint: if that is right, run the suite with {WRITE}=1",
+                self.name,
+                rows.iter().find(|other| other.is_about(&row))
+            );
+            Ok(())
         })
     }
 
-    fn line(&self) -> String {
-        let Self {
-            client,
-            runtime,
-            operation,
-            outcome,
-            suite,
-        } = self;
-        format!("| {client} | {runtime} | {operation} | {outcome} | {suite} |")
+    /// Lets the rows be looked at and changed. There is no page where the suites run without their
+    /// repository.
+    fn change(&self, change: impl FnOnce(&mut Vec<Row>) -> Result<()>) -> Result<()> {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../..")
+            .join(self.name);
+        if !path.exists() {
+            return Ok(());
+        }
+        // Other suites may write it too.
+        let file = File::open(&path)?;
+        file.lock()?;
+        let text = fs::read_to_string(&path)?;
+        let (before, mut rows, after) = self.parts(&text)?;
+        let known = rows.clone();
+        change(&mut rows)?;
+        if rows != known {
+            rows.sort();
+            let lines: Vec<String> = rows.iter().map(Row::line).collect();
+            let head = self.head;
+            fs::write(path, format!("{before}{head}{}{END}{after}", lines.join("\n")))?;
+        }
+        Ok(())
     }
 
-    /// Whether both are about the same operation of the same client.
+    /// What is before the table, its rows, and what is after it.
+    fn parts<'a>(&self, page: &'a str) -> Result<(&'a str, Vec<Row>, &'a str)> {
+        let table = || format!("{} has no table of the suites", self.name);
+        let (before, rest) = page.split_once(self.head).with_context(table)?;
+        let (rows, after) = rest.split_once(END).with_context(table)?;
+        let cells = self.head.lines().next().unwrap_or_default().split(" | ").count();
+        let rows: Option<Vec<Row>> = rows.lines().map(|line| Row::read(line, cells)).collect();
+        let of_other_length = || format!("a row of {} has not {cells} cells", self.name);
+        Ok((before, rows.with_context(of_other_length)?, after))
+    }
+}
+
+impl Row {
+    fn read(line: &str, cells: usize) -> Option<Self> {
+        let line = line.strip_prefix("| ")?.strip_suffix(" |")?;
+        let row: Vec<String> = line.split(" | ").map(str::to_owned).collect();
+        (row.len() == cells).then_some(Self(row))
+    }
+
+    fn line(&self) -> String {
+        format!("| {} |", self.0.join(" | "))
+    }
+
+    /// Whether both are about the same.
     fn is_about(&self, other: &Self) -> bool {
-        (&self.client, &self.runtime, &self.operation) == (&other.client, &other.runtime, &other.operation)
+        let about = |row: &Self| row.0[..row.0.len() - 2].to_vec();
+        about(self) == about(other)
     }
 }
 
 fn writes() -> bool {
     std::env::var_os(WRITE).is_some()
-}
-
-/// Lets the rows of the page be looked at and changed. There is no page where the suites run without their
-/// repository.
-fn on_page(change: impl FnOnce(&mut Vec<Row>) -> Result<()>) -> Result<()> {
-    if !Path::new(PAGE).exists() {
-        return Ok(());
-    }
-    // Other suites may write it too.
-    let file = File::open(PAGE)?;
-    file.lock()?;
-    let text = fs::read_to_string(PAGE)?;
-    let (before, mut rows, after) = parts(&text)?;
-    let known = rows.clone();
-    change(&mut rows)?;
-    if rows != known {
-        rows.sort();
-        let lines: Vec<String> = rows.iter().map(Row::line).collect();
-        fs::write(PAGE, format!("{before}{HEAD}{}{END}{after}", lines.join("\n")))?;
-    }
-    Ok(())
-}
-
-/// What is before the table, its rows, and what is after it.
-fn parts(page: &str) -> Result<(&str, Vec<Row>, &str)> {
-    let table = || "docs/guide/clients.md has no table of the suites";
-    let (before, rest) = page.split_once(HEAD).with_context(table)?;
-    let (rows, after) = rest.split_once(END).with_context(table)?;
-    let rows: Option<Vec<Row>> = rows.lines().map(Row::read).collect();
-    Ok((
-        before,
-        rows.context("a row of clients.md has not five cells")?,
-        after,
-    ))
 }
 
 thread_local! {
@@ -245,12 +256,12 @@ mod tests {
     #[test]
     fn the_page_is_read_and_written_alike() {
         let row = "| docker 28.5, containerd 2.1 | `firn` | `start` | limited: so | `docker` |";
-        let page = format!("text\n{HEAD}{row}\n{row}{END}more\n");
-        let (before, rows, after) = parts(&page).unwrap();
+        let page = format!("text\n{}{row}\n{row}{END}more\n", CLIENTS.head);
+        let (before, rows, after) = CLIENTS.parts(&page).unwrap();
         assert_eq!((before, after), ("text\n", "more\n"));
         assert_eq!(rows.iter().map(Row::line).collect::<Vec<_>>(), [row, row]);
         assert!(rows[0].is_about(&rows[1]));
-        assert!(parts("no table").is_err());
+        assert!(OBJECTS.parts(&page).is_err() && CLIENTS.parts("no table").is_err());
     }
 
     #[test]

@@ -404,7 +404,13 @@ impl GpuHost {
 
     /// Whether runc has been called for this since [`GpuHost::watch_runc`].
     pub fn runc_has(&self, verb: &str) -> Result<bool> {
-        Ok(self.node.read(VERBS)?.lines().any(|called| called == verb))
+        Ok(self.runc_calls(verb)? > 0)
+    }
+
+    /// How often it has been.
+    pub fn runc_calls(&self, verb: &str) -> Result<usize> {
+        let called = self.node.read(VERBS)?;
+        Ok(called.lines().filter(|called| *called == verb).count())
     }
 
     /// How long containerd's log is.

@@ -29,7 +29,7 @@ mod tier;
 pub use archive::Archive;
 pub use build::{Built, PROGRAMS, Profile};
 pub use census::{Census, ShimUse};
-pub use claims::{Claims, Outcome};
+pub use claims::{Claims, Outcome, saw_object};
 pub use client::{Client, DAY, START};
 pub use container::{BUNDLES, Container, Move, nothing_left, nothing_left_but_metadata};
 pub use counter::{Line, Lines};

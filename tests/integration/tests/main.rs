@@ -26,6 +26,7 @@ mod leaks;
 mod listing;
 mod moves;
 mod nerdctl;
+mod objects;
 mod package;
 mod pauses;
 mod podman;
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
         ("listing", listing::suite()),
         ("moves", moves::suite()),
         ("nerdctl", nerdctl::suite()),
+        ("objects", objects::suite()),
         ("package", package::suite()),
         ("pauses", pauses::suite()),
         ("podman", podman::suite()),

@@ -23,7 +23,7 @@ use firn_config::{Config, Keys};
 use firn_image::manifest::DumpFlags;
 use firn_oci::criu_config::{CriuConfig, Operation};
 use firn_oci::{Spec, edit, nccl};
-use firn_preflight::{OtherGpus, OtherVendors, Workload};
+use firn_preflight::{OtherGpus, OtherVendors, Workload, user_namespace};
 
 pub use error::{CheckpointError, EffectError, FailureKind};
 pub(crate) use error::{line, quoted};
@@ -161,6 +161,9 @@ async fn transact(container: &Container, request: &Request, reaper: &Reaper) -> 
     if container.traits.by_firn() {
         gpu::run(container, request, reaper).await
     } else {
+        if let Some(refusal) = user_namespace(Path::new("/proc"), container.init.pid()) {
+            return Err(CheckpointError::refused(container, refusal));
+        }
         plain::run(container, request, others, reaper).await
     }
 }

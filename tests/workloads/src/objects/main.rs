@@ -1,21 +1,37 @@
 //! `objects`: has an object that a process can hold, and looks at it again and again. It writes the next
 //! number into a file as long as the object is as it was made, and what has become of it otherwise.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
-use std::fs::File;
-use std::io::{self, Write};
+mod kernel;
+mod locks;
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
-use nix::libc;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{SigSet, Signal, raise};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::timer::{Expiration, TimerSetTimeFlags};
+use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 
 /// Time between two looks.
 const PACE: Duration = Duration::from_millis(50);
+
+/// The interval of a timer: it expires between any two looks.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// What is in a file or on its way.
+const BYTE: u8 = b'x';
 
 #[derive(Parser)]
 #[command(name = "objects", version)]
@@ -35,77 +51,231 @@ enum Kind {
     RecordLock,
     /// A lock of a file by fcntl(2), of the open file
     OpenFileLock,
+    /// A periodic timerfd
+    Timer,
+    /// An eventfd with a number in it
+    Event,
+    /// A signalfd with a pending signal
+    Signal,
+    /// A pipe with a byte in it
+    Pipe,
+    /// Connected Unix sockets with a byte on its way
+    Pair,
+    /// A memfd
+    Memfd,
+    /// A file without a name
+    Deleted,
+    /// A UDP socket with an address
+    Udp,
+    /// A TCP socket that listens
+    Listener,
+    /// A pidfd of a child
+    Pidfd,
+    /// A child with a mount namespace of its own
+    MountNamespace,
+    /// A child with a UTS namespace of its own
+    UtsNamespace,
+    /// A child with an IPC namespace of its own
+    IpcNamespace,
+    /// A child with a user namespace of its own
+    UserNamespace,
+    /// A child with a PID namespace of its own
+    PidNamespace,
+    /// A BPF map
+    Bpf,
+    /// A perf event
+    PerfEvent,
+    /// A userfaultfd
+    Userfaultfd,
+    /// Secret memory
+    SecretMemory,
+    /// A listener of seccomp notifications
+    SeccompListener,
+    /// A pidfd of a thread
+    ThreadPidfd,
+    /// A set of Landlock rules
+    LandlockRules,
+    /// A vsock socket
+    Vsock,
+    /// A Multipath TCP socket that listens
+    Mptcp,
+    /// A ping socket with a peer
+    Ping,
 }
+
+/// Whether an object is still as it was made.
+type Look = Box<dyn FnMut() -> io::Result<bool>>;
 
 fn main() -> io::Result<()> {
     let Options { kind, path, out } = Options::parse();
     let mut out = File::options().create(true).append(true).open(out)?;
-    // Both stay open: with any descriptor of a file its process loses the locks by fcntl(2).
-    let (file, other) = (open(&path)?, open(&path)?);
-    match kind {
-        Kind::Flock => {
-            let _lock = Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| error)?;
-            watch(&mut out, || by_flock(&other))
-        }
-        Kind::RecordLock => {
-            fcntl(&file, FcntlArg::F_SETLK(&whole()))?;
-            watch(&mut out, || by_fcntl(&other))
-        }
-        Kind::OpenFileLock => {
-            fcntl(&file, FcntlArg::F_OFD_SETLK(&whole()))?;
-            watch(&mut out, || by_fcntl(&other))
-        }
-    }
-}
-
-fn open(path: &Path) -> io::Result<File> {
-    let mut options = File::options();
-    options
-        .create(true)
-        .truncate(false)
-        .read(true)
-        .write(true)
-        .open(path)
-}
-
-/// Writes down what `is_held` finds, for ever.
-fn watch(out: &mut File, is_held: impl Fn() -> io::Result<bool>) -> io::Result<()> {
+    let mut is_there = make(kind, &path)?;
     let mut number = 0_u64;
     loop {
-        if is_held()? {
+        if is_there()? {
             number += 1;
             writeln!(out, "{number}")?;
         } else {
-            writeln!(out, "the lock is free")?;
+            writeln!(out, "it is not there any more")?;
         }
         thread::sleep(PACE);
     }
 }
 
-/// Whether who has opened the file again could not lock it.
-fn by_flock(other: &File) -> io::Result<bool> {
-    match Flock::lock(other.try_clone()?, FlockArg::LockExclusiveNonblock) {
-        Ok(_) => Ok(false),
-        Err((_, Errno::EWOULDBLOCK)) => Ok(true),
-        Err((_, error)) => Err(error.into()),
+fn make(kind: Kind, path: &Path) -> io::Result<Look> {
+    match kind {
+        Kind::Flock => locks::by_flock(path),
+        Kind::RecordLock => locks::of_process(path),
+        Kind::OpenFileLock => locks::of_open_file(path),
+        Kind::Timer => timer(),
+        Kind::Event => event(),
+        Kind::Signal => signal(),
+        Kind::Pipe => {
+            let (read, write) = io::pipe()?;
+            sent(read, write)
+        }
+        Kind::Pair => {
+            let (read, write) = UnixStream::pair()?;
+            sent(read, write)
+        }
+        Kind::Memfd => {
+            let file = memfd_create(c"object", MFdFlags::empty())?;
+            kept(file.into())
+        }
+        Kind::Deleted => {
+            let file = locks::open(path)?;
+            fs::remove_file(path)?;
+            kept(file)
+        }
+        Kind::Udp => {
+            let socket = UdpSocket::bind("0.0.0.0:4000")?;
+            let address = socket.local_addr()?;
+            Ok(Box::new(move || Ok(socket.local_addr()? == address)))
+        }
+        Kind::Listener => {
+            let socket = TcpListener::bind("0.0.0.0:4000")?;
+            let address = socket.local_addr()?;
+            Ok(Box::new(move || Ok(socket.local_addr()? == address)))
+        }
+        Kind::Pidfd => pidfd(),
+        Kind::MountNamespace => child("--mount"),
+        Kind::UtsNamespace => child("--uts"),
+        Kind::IpcNamespace => child("--ipc"),
+        Kind::UserNamespace => child("--user"),
+        Kind::PidNamespace => child("--pid"),
+        Kind::Bpf => open(kernel::bpf_map()?),
+        Kind::PerfEvent => open(kernel::perf_event()?),
+        Kind::Userfaultfd => open(kernel::userfaultfd()?),
+        Kind::SecretMemory => open(kernel::secret_memory()?),
+        Kind::SeccompListener => open(kernel::seccomp_listener()?),
+        Kind::ThreadPidfd => open(kernel::thread_pidfd()?),
+        Kind::LandlockRules => open(kernel::landlock_rules()?),
+        Kind::Vsock => open(kernel::vsock()?),
+        Kind::Mptcp => open(kernel::mptcp()?),
+        Kind::Ping => ping(),
     }
 }
 
-/// The same for locks by fcntl(2): one of an open file is in the way of all others.
-fn by_fcntl(other: &File) -> io::Result<bool> {
-    let mut found = whole();
-    fcntl(other, FcntlArg::F_OFD_GETLK(&mut found))?;
-    Ok(i32::from(found.l_type) != libc::F_UNLCK)
+/// A timer that was read and not found expired since the last look is dead.
+fn timer() -> io::Result<Look> {
+    let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::TFD_NONBLOCK)?;
+    timer.set(Expiration::Interval(INTERVAL.into()), TimerSetTimeFlags::empty())?;
+    thread::sleep(PACE);
+    let mut file = File::from(OwnedFd::from(timer));
+    Ok(Box::new(move || unless_blocked(file.read(&mut [0; 8]))))
 }
 
-/// A lock for writing, of all of the file.
-#[expect(clippy::cast_possible_truncation, reason = "the kernel's numbers are small")]
-fn whole() -> libc::flock {
-    libc::flock {
-        l_type: libc::F_WRLCK as i16,
-        l_whence: libc::SEEK_SET as i16,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
+fn event() -> io::Result<Look> {
+    let event = EventFd::from_value_and_flags(7, EfdFlags::EFD_NONBLOCK)?;
+    Ok(Box::new(move || {
+        let value = event.read()?;
+        event.write(value)?;
+        Ok(value == 7)
+    }))
+}
+
+fn signal() -> io::Result<Look> {
+    let signals = SigSet::from(Signal::SIGUSR1);
+    signals.thread_block()?;
+    let file = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK)?;
+    raise(Signal::SIGUSR1)?;
+    Ok(Box::new(move || {
+        let signal = file.read_signal()?;
+        raise(Signal::SIGUSR1)?;
+        Ok(signal.is_some())
+    }))
+}
+
+/// A byte that was sent and not read.
+fn sent(mut read: impl Read + 'static, mut write: impl Write + 'static) -> io::Result<Look> {
+    write.write_all(&[BYTE])?;
+    Ok(Box::new(move || {
+        let mut byte = [0];
+        read.read_exact(&mut byte)?;
+        write.write_all(&byte)?;
+        Ok(byte == [BYTE])
+    }))
+}
+
+/// What a file holds.
+fn kept(mut file: File) -> io::Result<Look> {
+    use std::io::{Seek, SeekFrom};
+    file.write_all(&[BYTE])?;
+    Ok(Box::new(move || {
+        let mut content = Vec::new();
+        file.seek(SeekFrom::Start(0))?;
+        file.read_to_end(&mut content)?;
+        Ok(content == [BYTE])
+    }))
+}
+
+/// A child that waits for ever. (A sleep that is in progress at a dump ends early, by CRIU.)
+fn waiting(program: &mut Command) -> io::Result<Child> {
+    program.arg("cat").stdin(Stdio::piped()).spawn()
+}
+
+fn pidfd() -> io::Result<Look> {
+    let mut child = waiting(&mut Command::new("env"))?;
+    let file = kernel::pidfd(child.id())?;
+    let info = format!("/proc/self/fdinfo/{}", file.as_raw_fd());
+    let line = format!("Pid:\t{}", child.id());
+    Ok(Box::new(move || {
+        let _open = &file;
+        let is_shown = fs::read_to_string(&info)?.lines().any(|other| other == line);
+        Ok(is_shown && child.try_wait()?.is_none())
+    }))
+}
+
+/// A child with a namespace of its own.
+fn child(option: &str) -> io::Result<Look> {
+    let mut child = waiting(Command::new("unshare").args([option, "--fork"]))?;
+    Ok(Box::new(move || Ok(child.try_wait()?.is_none())))
+}
+
+/// The descriptor is open.
+fn open(file: OwnedFd) -> io::Result<Look> {
+    let link = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let made = fs::read_link(&link)?;
+    Ok(Box::new(move || {
+        let _open = &file;
+        Ok(fs::read_link(&link)? == made)
+    }))
+}
+
+/// A ping socket that may send without naming a peer.
+fn ping() -> io::Result<Look> {
+    /// An echo request without data; the kernel fills in its number and checksum.
+    const ECHO: [u8; 8] = [8, 0, 0, 0, 0, 0, 0, 1];
+    let socket = UdpSocket::from(kernel::ping()?);
+    socket.connect("127.0.0.1:0")?;
+    Ok(Box::new(move || Ok(socket.send(&ECHO).is_ok())))
+}
+
+/// Whether something was there to be read.
+fn unless_blocked(read: io::Result<usize>) -> io::Result<bool> {
+    match read {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+        Err(error) => Err(error),
     }
 }

@@ -1,0 +1,279 @@
+//! Objects of the processes that CRIU cannot dump, or that a copy would not have.
+//!
+//! What CRIU dumps is decided by the type of an open file (`criu/files.c`), the protocol of a socket
+//! (`criu/sk-inet.c`) and the namespaces of a process (`criu/namespaces.c`). Each [`Object`] is one that it
+//! refuses at the end of a dump, when GPU memory has been copied already, or drops without a word. Objects that
+//! no one has tried are left to CRIU.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use firn_host::ordered::set_of;
+use firn_host::{bounded, proc_maps};
+use nix::libc::O_EXCL;
+
+use super::{Unreadable, each_mapping, open_files, socket_inode};
+use crate::Refusal;
+
+/// Longest name of a protocol, and more.
+const NAME: usize = 64;
+
+/// An object that a process can have, and that keeps it from being moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Object {
+    Bpf,
+    Crypto,
+    Kvm,
+    LandlockRules,
+    Mptcp,
+    Namespace(&'static str),
+    OtherProtocol,
+    OutsidePidfd,
+    PerfEvent,
+    Ping,
+    SeccompListener,
+    SecretMemory,
+    ThreadPidfd,
+    Userfaultfd,
+    Vsock,
+}
+
+impl fmt::Display for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Bpf => "a BPF map, program or link",
+            Self::Crypto => "a socket of the kernel's cryptography (AF_ALG)",
+            Self::Kvm => "a virtual machine",
+            Self::LandlockRules => "a set of Landlock rules",
+            Self::Mptcp => "a Multipath TCP socket",
+            Self::Namespace(kind) => return write!(f, "{kind} namespace of its own"),
+            Self::OtherProtocol => "a socket of a protocol that CRIU does not know",
+            Self::OutsidePidfd => "a pidfd of a process outside of the container",
+            Self::PerfEvent => "a perf event",
+            Self::Ping => "a connected ping socket",
+            Self::SeccompListener => "a listener of seccomp notifications",
+            Self::SecretMemory => "secret memory (memfd_secret)",
+            Self::ThreadPidfd => "a pidfd of a thread",
+            Self::Userfaultfd => "a userfaultfd",
+            Self::Vsock => "a vsock socket",
+        })
+    }
+}
+
+impl Object {
+    /// What becomes of it, as in "which ...".
+    pub(crate) fn fate(self) -> &'static str {
+        match self {
+            // CRIU makes the socket and does not connect it.
+            Self::Ping => "has no peer any more in a copy",
+            _ => "CRIU cannot dump",
+        }
+    }
+
+    pub(crate) fn remedy(self) -> &'static str {
+        match self {
+            Self::Mptcp => {
+                "turn it off in the program: GODEBUG=multipathtcp=0 for Go; or start the program \
+                            again with net.mptcp.enabled=0"
+            }
+            Self::Namespace(_) => {
+                "end that process before the checkpoint, or start it without namespaces of \
+                                   its own (as browsers by --no-sandbox)"
+            }
+            Self::OutsidePidfd => "close it before the checkpoint; the process may have been started by exec",
+            _ => {
+                "close it before the checkpoint (as in a hook prepare, firn.dev/hook-prepare), or end the \
+                  process that has it"
+            }
+        }
+    }
+
+    /// By the link of a descriptor or mapping.
+    fn of_link(link: &[u8]) -> Option<Self> {
+        const LINKS: [(&str, Object); 10] = [
+            ("anon_inode:bpf", Object::Bpf),
+            ("anon_inode:[bpf", Object::Bpf),
+            ("anon_inode:kvm-", Object::Kvm),
+            ("anon_inode:landlock-ruleset", Object::LandlockRules),
+            ("anon_inode:[landlock-ruleset]", Object::LandlockRules),
+            ("anon_inode:[perf_event]", Object::PerfEvent),
+            ("anon_inode:seccomp notify", Object::SeccompListener),
+            ("anon_inode:[seccomp notify]", Object::SeccompListener),
+            ("anon_inode:[userfaultfd]", Object::Userfaultfd),
+            ("/secretmem", Object::SecretMemory),
+        ];
+        let is = |(prefix, _): &&(&str, Self)| link.starts_with(prefix.as_bytes());
+        let found = LINKS.iter().find(is).map(|(_, object)| *object);
+        // A file may have that name, too.
+        let is_name = |object| object != Self::SecretMemory || link == b"/secretmem (deleted)";
+        found.filter(|object| is_name(*object))
+    }
+
+    /// By the protocol of a socket, as the kernel names it.
+    fn of_protocol(name: &[u8]) -> Option<Self> {
+        match name {
+            b"UNIX" | b"UNIX-DGRAM" | b"UNIX-STREAM" | b"TCP" | b"TCPv6" | b"UDP" | b"UDPv6"
+            | b"UDP-Lite" | b"UDPLITE" | b"UDPLITEv6" | b"RAW" | b"RAWv6" | b"PACKET" | b"NETLINK" => None,
+            b"PING" | b"PINGv6" => Some(Self::Ping),
+            b"AF_VSOCK" => Some(Self::Vsock),
+            b"ALG" => Some(Self::Crypto),
+            b"MPTCP" | b"MPTCPv6" => Some(Self::Mptcp),
+            _ => Some(Self::OtherProtocol),
+        }
+    }
+}
+
+/// The kinds of namespaces that CRIU dumps for a whole container alone.
+const NAMESPACES: [(&str, &str); 6] = [
+    ("cgroup", "a cgroup"),
+    ("ipc", "an IPC"),
+    ("pid", "a PID"),
+    ("time", "a time"),
+    ("user", "a user"),
+    ("uts", "a UTS"),
+];
+
+/// The objects of the processes below `proc_root`, one refusal for each kind that a process has. `init` is the
+/// container's first process.
+pub(super) fn inspect(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+    let all = set_of(dumped.iter().copied());
+    let mut refusals = Vec::new();
+    for &pid in dumped {
+        let Some(objects) = of_process(proc_root, init, pid, &all)? else {
+            continue;
+        };
+        refusals.extend(objects.into_iter().map(|(object, at)| Refusal::Object {
+            pid,
+            comm: proc_maps::comm(proc_root, pid),
+            object,
+            at,
+        }));
+    }
+    Ok(refusals)
+}
+
+/// Whether the container's processes have a user namespace of their own, whose ids are not the host's.
+pub(super) fn has_user_namespace(proc_root: &Path, init: i32) -> bool {
+    let of = |process: &str| fs::read_link(proc_root.join(process).join("ns/user")).ok();
+    let (own, containers) = (of("self"), of(&init.to_string()));
+    own.is_some() && containers.is_some() && own != containers
+}
+
+/// What a process has, and where: a descriptor or an address. One of each kind, in the order of kinds. `None`
+/// if it has ended.
+fn of_process(
+    proc_root: &Path,
+    init: i32,
+    pid: i32,
+    all: &BTreeSet<i32>,
+) -> Result<Option<Vec<(Object, String)>>, Unreadable> {
+    let process = proc_root.join(pid.to_string());
+    let mut found: Vec<(Object, String)> = Vec::new();
+    let mut add = |object, at: String| {
+        if !found.iter().any(|(known, _)| *known == object) {
+            found.push((object, at));
+        }
+    };
+    let read = each_mapping(proc_root, pid, |mapping| {
+        if let Some(object) = Object::of_link(mapping.path) {
+            add(object, format!("memory at 0x{:x}", mapping.start));
+        }
+        ControlFlow::Continue(())
+    });
+    if read?.is_none() {
+        return Ok(None);
+    }
+    let Some(files) = open_files(proc_root, pid)? else {
+        return Ok(None);
+    };
+    for (fd, to) in files {
+        let link = to.as_os_str().as_bytes();
+        let object = if socket_inode(&to).is_some() {
+            of_socket(&process, fd, &to)
+        } else if link.starts_with(b"anon_inode:[pidfd]") || link.starts_with(b"pidfd:") {
+            of_pidfd(&process, fd, all)
+        } else {
+            Object::of_link(link)
+        };
+        if let Some(object) = object {
+            add(object, format!("descriptor {fd}"));
+        }
+    }
+    let namespace = |pid: i32, file: &str| {
+        let path = proc_root.join(pid.to_string()).join("ns").join(file);
+        fs::read_link(path).ok()
+    };
+    for (file, kind) in NAMESPACES {
+        // One that has ended meanwhile has none.
+        if let (Some(own), Some(containers)) = (namespace(pid, file), namespace(init, file))
+            && own != containers
+        {
+            add(Object::Namespace(kind), own.to_string_lossy().into_owned());
+        }
+    }
+    found.sort();
+    Ok(Some(found))
+}
+
+fn of_socket(process: &Path, fd: i32, link: &Path) -> Option<Object> {
+    let mut name = [0; NAME];
+    let path = process.join("fd").join(fd.to_string());
+    // Sockets alone have this attribute. One that was closed meanwhile has none.
+    let attribute = OsStr::new("system.sockprotoname");
+    let length = rustix::fs::getxattr(&path, attribute, &mut name).ok()?;
+    let name = name[..length].split(|byte| *byte == 0).next().unwrap_or_default();
+    let object = Object::of_protocol(name)?;
+    if object == Object::Ping {
+        let inode = socket_inode(link)?;
+        let is_connected = ["net/icmp", "net/icmp6"]
+            .into_iter()
+            .any(|table| is_connected(&process.join(table), inode));
+        return is_connected.then_some(object);
+    }
+    Some(object)
+}
+
+/// Whether the socket has a peer in a table of /proc/PID/net.
+fn is_connected(table: &Path, inode: u64) -> bool {
+    let mut found = false;
+    let read = bounded::each(table, b'\n', bounded::LINES, |line| {
+        let fields: Vec<&str> = std::str::from_utf8(line)
+            .unwrap_or_default()
+            .split_ascii_whitespace()
+            .collect();
+        // Number, local and remote address, state; the inode is the tenth.
+        if let (Some(remote), Some(of)) = (fields.get(2), fields.get(9))
+            && of.parse() == Ok(inode)
+        {
+            let address = remote.split(':').next().unwrap_or_default();
+            found = address.bytes().any(|digit| digit != b'0');
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    });
+    read.is_ok() && found
+}
+
+/// A pidfd of a thread, or of a living process that is not dumped.
+fn of_pidfd(process: &Path, fd: i32, all: &BTreeSet<i32>) -> Option<Object> {
+    let text = fs::read_to_string(process.join("fdinfo").join(fd.to_string())).ok()?;
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.map(str::trim)
+    };
+    let flags = i32::from_str_radix(field("flags:")?, 8).unwrap_or(0);
+    if flags & O_EXCL != 0 {
+        return Some(Object::ThreadPidfd);
+    }
+    // -1 when it has ended, which CRIU makes again.
+    let pid: i32 = field("Pid:")?.parse().ok()?;
+    (pid > 0 && !all.contains(&pid)).then_some(Object::OutsidePidfd)
+}
+
+#[cfg(test)]
+mod tests;
