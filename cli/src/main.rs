@@ -14,6 +14,7 @@ mod cdi;
 mod checkpoint;
 mod config;
 mod containerd;
+mod daemon;
 mod doctor;
 mod drain;
 #[cfg(test)]
@@ -35,6 +36,7 @@ mod program;
 mod ps;
 mod relocate;
 mod restore;
+mod serving;
 mod sign;
 mod steps;
 mod store;

@@ -36,9 +36,9 @@ pub fn run(action: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sets the flags of bind mounts that the spec has and that CRIU has lost. This process is in the container's
-/// mount namespace afterwards. A path leads to the topmost mount there: the worst result is that another
-/// mount is restricted.
+/// Sets the flags of bind mounts and of the root that the spec has and that CRIU has lost. This process is in
+/// the container's mount namespace afterwards. A path leads to the topmost mount there: the worst result is
+/// that another mount is restricted.
 fn restrict(bundle: &Path, init: i32) -> Result<(), ImageFault> {
     let spec = Spec::load(bundle)?;
     let loosened = criu::loosened(&spec, init)?;

@@ -5,10 +5,11 @@
 //! in the first inspection.
 
 use std::cell::OnceCell;
+use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 
-use firn_config::Tcp;
+use firn_config::{Tcp, in_path};
 use firn_gpu::{Gpu, Inventory};
 use firn_host::Problem;
 use firn_oci::{Spec, SpecError, job_hook};
@@ -72,6 +73,14 @@ pub fn check_node(inventory: &Inventory, spec: Option<&Spec>) -> Node {
         uuid: divided.uuid.to_string(),
     }));
     Node { gpus, refusals }
+}
+
+/// Why nothing is dumped on a node without CRIU in these directories, which are separated by colons.
+pub fn expect_criu(path: &OsStr) -> Result<(), Refusal> {
+    match in_path("criu", path) {
+        Some(_) => Ok(()),
+        None => Err(Refusal::NoCriu { path: path.into() }),
+    }
 }
 
 /// What a check has found.
@@ -269,7 +278,8 @@ impl<'a> Run<'a> {
         } = self.workload;
         if self.dump().is_some() || (*objects && !pause) {
             let found = finding::objects(self.proc_root, *init, &self.dumped())?;
-            self.outcome.refusals.extend(found);
+            let agent = self.workload.seccomp_agent.then_some(Refusal::SeccompAgent);
+            self.outcome.refusals.extend(agent.into_iter().chain(found));
         }
         Ok(())
     }

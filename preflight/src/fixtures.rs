@@ -69,7 +69,7 @@ pub fn refusals() -> Vec<Refusal> {
     all
 }
 
-fn of_objects() -> [Refusal; 4] {
+fn of_objects() -> [Refusal; 5] {
     [
         of_connections(),
         of_deleted_names(),
@@ -80,6 +80,7 @@ fn of_objects() -> [Refusal; 4] {
             at: "descriptor 5".to_owned(),
         },
         Refusal::UserNamespace,
+        Refusal::SeccompAgent,
     ]
 }
 
@@ -128,6 +129,9 @@ fn of_the_node() -> Vec<Refusal> {
     vec![
         Refusal::NoCheckpointApi {
             version: "550.54".to_owned(),
+        },
+        Refusal::NoCriu {
+            path: "/usr/bin".into(),
         },
         Refusal::ByHook,
         Refusal::Grant(GrantError::UnknownGpu {

@@ -14,7 +14,7 @@ mod refusal;
 mod sys;
 mod workload;
 
-pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused};
+pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused, expect_criu};
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
     Certainty, Connection, Finding, Inherited, Object, OtherEnd, RefusedBefore, UnixKind, UnixSocket,

@@ -14,6 +14,9 @@ pub enum Refusal {
     #[error("driver {version} has no process checkpoint")]
     #[problem("FIRN-DRIVER-TOO-OLD", DRIVER)]
     NoCheckpointApi { version: String },
+    #[error("there is no CRIU in PATH ({})", path.display())]
+    #[problem("FIRN-CRIU-MISSING", INSTALL_CRIU)]
+    NoCriu { path: PathBuf },
     #[error("the container got its GPUs from a hook, whose mounts CRIU does not know")]
     #[problem("FIRN-GPU-HOOK", CDI)]
     ByHook,
@@ -80,6 +83,11 @@ pub enum Refusal {
     )]
     #[problem("FIRN-USER-NAMESPACE", HOST_USERS)]
     UserNamespace,
+    #[error(
+        "the container's seccomp profile asks an agent (SCMP_ACT_NOTIFY), and nobody would answer a copy"
+    )]
+    #[problem("FIRN-OBJECT", NO_AGENT)]
+    SeccompAgent,
     #[error("process {pid} ({comm}) has an io_uring, which CRIU cannot dump")]
     #[problem("FIRN-IO-URING", NO_IO_URING)]
     IoUring { pid: i32, comm: String },
@@ -245,11 +253,13 @@ impl Refusal {
     /// Whether CRIU is the reason, and the driver would not mind.
     pub(crate) fn is_crius(&self) -> bool {
         match self {
-            Self::AmdPlugin(_)
+            Self::NoCriu { .. }
+            | Self::AmdPlugin(_)
             | Self::CudaExec { .. }
             | Self::Exec { .. }
             | Self::Object { .. }
             | Self::UserNamespace
+            | Self::SeccompAgent
             | Self::IoUring { .. }
             | Self::ProtectionKey { .. }
             | Self::Rdma { .. }
@@ -290,6 +300,8 @@ impl Refusal {
 }
 
 const DRIVER: &str = "install driver 570 or later (580 to restore onto other GPUs)";
+const INSTALL_CRIU: &str =
+    "`apt install criu` (Debian, Ubuntu) or `dnf install criu`, into the PATH of containerd";
 const CDI: &str = "start the container with CDI devices (`ctr run --device nvidia.com/gpu=0`)";
 const WHOLE_GPUS: &str = "use whole GPUs for containers that are to be checkpointed";
 const ONE_VENDOR: &str = "use GPUs of one vendor in a container that is to be checkpointed";
@@ -303,6 +315,7 @@ const START_AGAIN: &str = "end the process and start it again, without what the 
                           (managed memory, or memory shared with others)";
 const NO_IO_URING: &str = "block io_uring with a seccomp profile, as containerd's default does, or turn it \
                            off in the program: UV_USE_IO_URING=0 for libuv, USE_LIBUV=0 for PyTorch's store";
+const NO_AGENT: &str = "create the container with a seccomp profile without SCMP_ACT_NOTIFY";
 const HOST_USERS: &str = "create the container without a user namespace (ctr run without --uidmap and \
                           --gidmap; in a pod without hostUsers: false)";
 const NO_RDMA: &str = "start the program without RDMA; for NCCL set NCCL_IB_DISABLE=1";

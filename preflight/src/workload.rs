@@ -30,6 +30,9 @@ pub struct Workload {
     /// stock shim.
     #[serde(default)]
     pub objects: bool,
+    /// The container's seccomp profile lets an agent outside decide about system calls.
+    #[serde(default)]
+    pub seccomp_agent: bool,
     /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of
     /// `capacity` does not matter.
     pub pause: bool,

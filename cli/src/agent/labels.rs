@@ -1,13 +1,16 @@
 //! `firn labels`: what a node can do, as labels of Kubernetes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::Result;
 use firn_config::{Config, in_path, names};
 use firn_gpu::Inventory;
+use firn_preflight::expect_criu;
 use serde::Serialize;
 
 use super::args::LabelsArgs;
+use crate::daemon::Daemon;
 use crate::output::{self, printed, verbatim};
 use crate::{install, program};
 
@@ -26,6 +29,9 @@ pub const OF_NODE: [&str; 5] = [
     names::LABEL_CHECKPOINT,
     names::LABEL_REMAP,
 ];
+
+/// containerd's usual socket.
+const SOCKET: &str = "/run/containerd/containerd.sock";
 
 /// The driver from which on restores go to other GPUs.
 const REMAPS: u32 = 580;
@@ -48,7 +54,7 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     config.worker.path = config.worker.path.or_else(worker);
     // None on a node without a driver.
     let inventory = program::inventory(&config).ok();
-    let labels = of(inventory.as_ref());
+    let labels = of(inventory.as_ref(), has_criu());
     if args.json {
         output::json(&NodeLabels(&labels))?
     } else {
@@ -57,7 +63,15 @@ pub fn run(args: &LabelsArgs) -> Result<bool> {
     Ok(true)
 }
 
-fn of(inventory: Option<&Inventory>) -> BTreeMap<&'static str, String> {
+/// Whether containerd finds CRIU, or a user of the node does where no containerd is seen.
+fn has_criu() -> bool {
+    let mut path = Daemon::find(Path::new(SOCKET)).path;
+    path.push(":");
+    path.push(install::search_path());
+    expect_criu(&path).is_ok()
+}
+
+fn of(inventory: Option<&Inventory>, has_criu: bool) -> BTreeMap<&'static str, String> {
     let mut labels = BTreeMap::from([(names::LABEL_VERSION, env!("CARGO_PKG_VERSION").to_owned())]);
     let Some(inventory) = inventory.filter(|inventory| !inventory.gpus.is_empty()) else {
         return labels;
@@ -68,8 +82,9 @@ fn of(inventory: Option<&Inventory>) -> BTreeMap<&'static str, String> {
         .next()
         .and_then(|branch| branch.parse::<u32>().ok());
     labels.insert(names::LABEL_DRIVER, value(driver));
-    labels.insert(names::LABEL_CHECKPOINT, inventory.checkpoint_api.to_string());
-    let remaps = inventory.checkpoint_api && branch.is_some_and(|branch| branch >= REMAPS);
+    let checkpoints = inventory.checkpoint_api && has_criu;
+    labels.insert(names::LABEL_CHECKPOINT, checkpoints.to_string());
+    let remaps = checkpoints && branch.is_some_and(|branch| branch >= REMAPS);
     labels.insert(names::LABEL_REMAP, remaps.to_string());
     let mut models: Vec<&str> = inventory.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
     models.dedup();
@@ -121,7 +136,7 @@ mod tests {
                 gpus: gpus.collect(),
                 ..Inventory::default()
             };
-            let labels = of(Some(&inventory));
+            let labels = of(Some(&inventory), true);
             OF_NODE.map(|key| labels.get(key).cloned().unwrap_or_default())
         };
         let version = env!("CARGO_PKG_VERSION");
@@ -134,6 +149,6 @@ mod tests {
             [version, "570.1", "mixed", "true", "false"]
         );
         assert_eq!(with("570.1", &[]), [version, "", "", "", ""]);
-        assert_eq!(of(None).len(), 1);
+        assert_eq!(of(None, true).len(), 1);
     }
 }

@@ -70,6 +70,8 @@ const GRANT: [Topic; 2] = [
     Topic("unknown_gpus", BUNDLE_SPEC),
 ];
 
+const CRIU: [Topic; 1] = [Topic("no_criu", "PATH of containerd")];
+
 const BUNDLE_SPEC: &str = "config.json of the bundle";
 
 /// Signals of what the processes have open and mapped.
@@ -98,8 +100,9 @@ const IMEX: &str = "imex";
 const PEERS: &str = "peer_access";
 const INHERITED: &str = "inherited_gpus";
 
-const OBJECTS: [Topic; 2] = [
+const OBJECTS: [Topic; 3] = [
     Topic("user_namespace", "/proc/PID/ns"),
+    Topic("seccomp_agent", BUNDLE_SPEC),
     Topic(
         "objects_without_a_copy",
         "/proc/PID/fd, fdinfo, maps, ns and net/icmp",
@@ -156,6 +159,7 @@ struct Topic(&'static str, &'static str);
 fn signal_of(refusal: &Refusal) -> &'static str {
     match refusal {
         Refusal::NoCheckpointApi { .. } => "driver_without_checkpoint",
+        Refusal::NoCriu { .. } => CRIU[0].0,
         Refusal::ByHook => "gpus_from_a_hook",
         Refusal::Grant(_) => "unknown_gpus",
         Refusal::Mig { .. } => "mig",
@@ -167,7 +171,8 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::RefusedBefore { .. } => "refused_by_the_driver_before",
         Refusal::Mps { .. } => "mps",
         Refusal::UserNamespace => OBJECTS[0].0,
-        Refusal::Object { .. } => OBJECTS[1].0,
+        Refusal::SeccompAgent => OBJECTS[1].0,
+        Refusal::Object { .. } => OBJECTS[2].0,
         Refusal::IoUring { .. } => "io_uring",
         Refusal::ProtectionKey { .. } => "protection_keys",
         Refusal::Rdma { .. } => "rdma",
@@ -373,6 +378,17 @@ impl Signals {
             warnings: plan.warnings.iter().map(ToString::to_string).collect(),
             map: plan.map,
         })
+    }
+
+    /// Whether CRIU is there.
+    pub fn of_criu(&mut self, refusals: &[Refusal]) {
+        self.add_all(&CRIU, refusals);
+    }
+
+    /// A shim of somebody else serves the container.
+    pub fn of_shim(&mut self, failure: Option<&Unready>) {
+        let failure = failure.map(Problem::report);
+        self.add("other_shim", "/proc/PID/exe of the shim", failure);
     }
 
     /// The subject is no workload.

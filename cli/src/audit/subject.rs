@@ -16,6 +16,7 @@ use firn_transaction::journal::{Outcome, Record};
 
 use crate::args::AuditArgs;
 use crate::containerd::{BUNDLES, bundles_called};
+use crate::serving::{START_UNDER_FIRN, other_shim};
 use crate::view::args::SubjectArgs;
 
 /// Flag of a thread of the kernel, in its stat.
@@ -49,6 +50,9 @@ pub enum Unready {
         "`ctr tasks resume` tries again; otherwise kill and delete it"
     )]
     Suspended,
+    #[error("the container runs under {}, which is not firn's shim, and has GPUs", shim.display())]
+    #[problem("FIRN-RUNTIME-OTHER", START_UNDER_FIRN)]
+    OtherShim { shim: PathBuf },
     #[error("a {operation} of the container is in progress{phase}, or its shim was killed")]
     #[problem("FIRN-BUSY", "wait until it has ended: `firn ps` shows how far it is")]
     Busy { operation: &'static str, phase: String },
@@ -92,6 +96,13 @@ impl Subject {
     pub fn unfinished_transaction(&self) -> io::Result<Option<Unready>> {
         let record = self.bundle.as_deref().map(Record::read).transpose()?.flatten();
         Ok(record.and_then(unfinished))
+    }
+
+    /// The shim of somebody else that serves the container, which takes no GPUs into a checkpoint.
+    pub fn under_another_shim(&self) -> Option<Unready> {
+        self.bundle.as_ref()?;
+        let shim = other_shim(self.init)?;
+        Some(Unready::OtherShim { shim })
     }
 
     fn of_container(id: &str, namespace: &str, state: &Path) -> Result<Self> {

@@ -7,12 +7,15 @@ use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
 use firn_oci::criu_config::{users_external_unix, users_tcp};
 use firn_oci::{Spec, job_hook};
-use firn_preflight::{Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, image_bytes};
+use firn_preflight::{
+    Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, expect_criu, image_bytes,
+};
 
 use super::findings::Signals;
 use super::subject::Subject;
 use super::{Process, Report};
 use crate::args::AuditArgs;
+use crate::daemon::Daemon;
 use crate::program;
 
 pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
@@ -42,7 +45,10 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     } else {
         None
     };
+    let missing = expect_criu(&Daemon::find(&args.subject.containerd.socket.address).path).err();
+    signals.of_criu(&Vec::from_iter(missing));
     if let Some(nvidia) = &nvidia {
+        signals.of_shim(subject.under_another_shim().as_ref());
         signals.of_node(&nvidia.node, subject.spec.as_ref(), config);
     }
     let workload = workload(&subject, nvidia.as_ref(), args, config);
@@ -140,6 +146,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             )
         }),
         objects: true,
+        seccomp_agent: spec.is_some_and(Spec::has_seccomp_agent),
         inherited: subject
             .bundle
             .as_deref()

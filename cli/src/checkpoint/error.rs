@@ -11,6 +11,7 @@ use crate::containerd::CallError;
 use crate::moves::is_firns;
 use crate::oci_image::ImageError;
 use crate::place::Ambiguous;
+use crate::serving::START_UNDER_FIRN;
 use crate::stored::CompareError;
 
 #[derive(Debug, thiserror::Error, Problem)]
@@ -30,6 +31,9 @@ pub enum CheckpointError {
         "only a running or paused container can be checkpointed: see `ctr tasks list`"
     )]
     NotRunning { id: String },
+    #[error("container {id} runs under {}, which is not firn's shim, and has GPUs", shim.display())]
+    #[problem("FIRN-RUNTIME-OTHER", START_UNDER_FIRN)]
+    OtherShim { id: String, shim: PathBuf },
     #[error("another command of firn checkpoints or moves container {id}")]
     #[problem("FIRN-BUSY", "try again when it has ended; `firn ps` shows how far it is")]
     Busy { id: String },

@@ -200,6 +200,7 @@ async fn checkpoint(
     let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
     let found = Source::find(&containerd, namespace, &args.container).await?;
     let id = found.container.id.clone();
+    found.expect_firn().await?;
     if !matches!(place, Location::Dir(_)) {
         found.expect_base()?;
     }

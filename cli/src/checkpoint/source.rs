@@ -16,9 +16,11 @@ use firn_transaction::end_proof::EndProof;
 use firn_transaction::transfer::StaysHere;
 use tokio::time::sleep;
 
+use super::aside::aside;
 use super::error::CheckpointError;
-use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
+use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, Snapshot, TaskState};
 use crate::oci_image::{self, Blob, Index, Part, media};
+use crate::serving::other_shim;
 use crate::steps::Steps;
 
 /// How long a container is tried to be resumed, or ended.
@@ -329,6 +331,22 @@ impl Candidate {
             })
         } else {
             Ok(())
+        }
+    }
+
+    /// The shim of somebody else takes no GPU memory into a checkpoint: CRIU fails, and the container has
+    /// stood still for nothing.
+    pub async fn expect_firn(&self) -> Result<(), CheckpointError> {
+        if !self.container.spec().requests_gpu() {
+            return Ok(());
+        }
+        let pid = i32::try_from(self.pid).unwrap_or_default();
+        match aside("the look at its shim", move || other_shim(pid)).await? {
+            None => Ok(()),
+            Some(shim) => Err(CheckpointError::OtherShim {
+                id: self.container.id.clone(),
+                shim,
+            }),
         }
     }
 

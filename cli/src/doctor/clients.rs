@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use firn_config::{in_path, names};
 use serde_json::Value;
 
-use super::daemon::{Daemon, Shim};
 use super::{Check, ONE_RELEASE};
+use crate::daemon::{Daemon, Shim};
 use crate::install::{is_older_than, runtimes, search_path};
 
 const OURS: &str = env!("CARGO_PKG_VERSION");

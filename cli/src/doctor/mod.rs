@@ -1,7 +1,6 @@
 //! `firn doctor`: whether this node can checkpoint and restore GPU containers.
 
 mod clients;
-mod daemon;
 mod deep;
 mod driver;
 mod host;
@@ -18,9 +17,9 @@ use firn_config::{Config, Mistake};
 use firn_host::Problem;
 use serde::Serialize;
 
-use self::daemon::Daemon;
 use crate::args::DoctorArgs;
 use crate::config;
+use crate::daemon::Daemon;
 use crate::output::{self, Tone, line, printed};
 use crate::text;
 

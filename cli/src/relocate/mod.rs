@@ -121,6 +121,7 @@ async fn connect(args: &MoveArgs) -> Result<Containerd, MoveError> {
 async fn find(args: &MoveArgs) -> Result<Candidate, MoveError> {
     let containerd = connect(args).await?;
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
+    found.expect_firn().await?;
     found.expect_base()?;
     let (spec, id) = (found.container.spec(), found.container.id.clone());
     if !spec.author().owns_node() {

@@ -33,8 +33,8 @@ pub fn check(spec: &Spec, init: i32, pids: &[i32], host: &Host) -> Result<(), Im
     mounts::check_made(spec, &name, &entries, host)
 }
 
-/// Bind mounts of the container whose first process is `init` that are less restricted than its spec demands,
-/// because CRIU lost their flags, and the flags that they must have.
+/// Bind mounts, and the root, of the container whose first process is `init` that are less restricted than
+/// its spec demands, because CRIU lost their flags, and the flags that they must have.
 pub fn loosened(spec: &Spec, init: i32) -> Result<Vec<(PathBuf, u32)>, ImageFault> {
     let (name, entries) = mounts_of(init)?;
     let host = Host::of(init).map_err(|error| ImageFault::unreadable(&name, &error))?;

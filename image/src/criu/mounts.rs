@@ -92,8 +92,8 @@ pub(super) fn check_made(
 }
 
 /// Flags of bind mounts and of the root that have to be set again. If another mount has the same source and
-/// flags, CRIU loses all flags of the second: it takes it for the first, which it does not bind again. The root
-/// is writable after a restore by CRIU 4.1.
+/// flags, CRIU loses all flags of the second: it takes it for the first, which it does not bind again. The
+/// root is writable after a restore by CRIU 4.1.
 pub(super) fn loosened(
     spec: &Spec,
     entries: &[MountEntry],
@@ -106,12 +106,14 @@ pub(super) fn loosened(
         ("relatime", 1 << 21),
     ];
     let known = Known::of(spec, host)?;
+    let read_only_root = known.read_only_root && !spec.may_mount();
     let mut all = Vec::new();
     for entry in entries {
         let of_spec = known.last_at(&entry.mount_point);
         let restrictions = match of_spec.filter(|of_spec| of_spec.is_bind()) {
             Some(of_spec) => of_spec.restrictions(),
-            None if known.read_only_root && entry.mount_point == Path::new("/") => READ_ONLY,
+            // Who may mount can have made it writable.
+            None if read_only_root && entry.mount_point == Path::new("/") => READ_ONLY,
             None => continue,
         };
         let found = made(entry, &known).flags;

@@ -108,6 +108,14 @@ impl Spec {
         }
     }
 
+    /// Whether its seccomp profile lets a process outside of the container decide about system calls.
+    pub fn has_seccomp_agent(&self) -> bool {
+        let notifies = |action: &Value| Asks::of(action).notify;
+        let default = self.at("/linux/seccomp/defaultAction");
+        let rules = self.array("/linux/seccomp/syscalls").iter();
+        default.is_some_and(notifies) || rules.into_iter().any(|rule| notifies(&rule["action"]))
+    }
+
     /// What its seccomp profile decides; none if it has no profile.
     pub fn seccomp(&self) -> Option<Profile> {
         let seccomp = self.at("/linux/seccomp").filter(|seccomp| seccomp.is_object())?;
@@ -275,6 +283,18 @@ mod tests {
             [notify, Asks::default(), Asks::default()]
         );
         assert_eq!(process(json!({})).seccomp(), None);
+    }
+
+    #[test]
+    fn an_agent_is_asked_by_default_or_by_a_rule() {
+        let of = |default: &str, action: &str| {
+            let rules = json!([{"names": ["mknodat"], "action": action}]);
+            Spec::from(json!({"linux": {"seccomp": {"defaultAction": default, "syscalls": rules}}}))
+                .has_seccomp_agent()
+        };
+        assert!(of("SCMP_ACT_NOTIFY", "SCMP_ACT_ALLOW") && of("SCMP_ACT_ALLOW", "SCMP_ACT_NOTIFY"));
+        assert!(!of("SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"));
+        assert!(!Spec::from(json!({})).has_seccomp_agent());
     }
 
     #[test]

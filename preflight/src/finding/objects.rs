@@ -2,20 +2,24 @@
 //!
 //! What CRIU dumps is decided by the type of an open file (`criu/files.c`), the protocol of a socket
 //! (`criu/sk-inet.c`) and the namespaces of a process (`criu/namespaces.c`). Each [`Object`] is one that it
-//! refuses at the end of a dump, when GPU memory has been copied already, or drops without a word. Objects that
-//! no one has tried are left to CRIU.
+//! refuses at the end of a dump, when GPU memory has been copied already, or drops without a word. Objects
+//! that no one has tried are left to CRIU.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
 use std::ops::ControlFlow;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use firn_host::ordered::set_of;
 use firn_host::{bounded, proc_maps};
+use nix::fcntl::{OFlag, open};
 use nix::libc::O_EXCL;
+use nix::sys::stat::Mode;
+use rustix::net::ipproto;
+use rustix::net::sockopt::socket_protocol;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use super::{Unreadable, each_mapping, open_files, socket_inode};
 use crate::Refusal;
@@ -33,7 +37,6 @@ pub enum Object {
     Mptcp,
     Namespace(&'static str),
     OtherProtocol,
-    OutsidePidfd,
     PerfEvent,
     Ping,
     SeccompListener,
@@ -53,7 +56,6 @@ impl fmt::Display for Object {
             Self::Mptcp => "a Multipath TCP socket",
             Self::Namespace(kind) => return write!(f, "{kind} namespace of its own"),
             Self::OtherProtocol => "a socket of a protocol that CRIU does not know",
-            Self::OutsidePidfd => "a pidfd of a process outside of the container",
             Self::PerfEvent => "a perf event",
             Self::Ping => "a connected ping socket",
             Self::SeccompListener => "a listener of seccomp notifications",
@@ -85,7 +87,6 @@ impl Object {
                 "end that process before the checkpoint, or start it without namespaces of \
                                    its own (as browsers by --no-sandbox)"
             }
-            Self::OutsidePidfd => "close it before the checkpoint; the process may have been started by exec",
             _ => {
                 "close it before the checkpoint (as in a hook prepare, firn.dev/hook-prepare), or end the \
                   process that has it"
@@ -129,22 +130,23 @@ impl Object {
 }
 
 /// The kinds of namespaces that CRIU dumps for a whole container alone.
-const NAMESPACES: [(&str, &str); 6] = [
+const NAMESPACES: [(&str, &str); 8] = [
     ("cgroup", "a cgroup"),
     ("ipc", "an IPC"),
     ("pid", "a PID"),
+    ("pid_for_children", "a PID"),
     ("time", "a time"),
+    ("time_for_children", "a time"),
     ("user", "a user"),
     ("uts", "a UTS"),
 ];
 
-/// The objects of the processes below `proc_root`, one refusal for each kind that a process has. `init` is the
-/// container's first process.
+/// The objects of the processes below `proc_root`, one refusal for each kind that a process has. `init` is
+/// the container's first process.
 pub(super) fn inspect(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
-    let all = set_of(dumped.iter().copied());
     let mut refusals = Vec::new();
     for &pid in dumped {
-        let Some(objects) = of_process(proc_root, init, pid, &all)? else {
+        let Some(objects) = of_process(proc_root, init, pid)? else {
             continue;
         };
         refusals.extend(objects.into_iter().map(|(object, at)| Refusal::Object {
@@ -166,12 +168,7 @@ pub(super) fn has_user_namespace(proc_root: &Path, init: i32) -> bool {
 
 /// What a process has, and where: a descriptor or an address. One of each kind, in the order of kinds. `None`
 /// if it has ended.
-fn of_process(
-    proc_root: &Path,
-    init: i32,
-    pid: i32,
-    all: &BTreeSet<i32>,
-) -> Result<Option<Vec<(Object, String)>>, Unreadable> {
+fn of_process(proc_root: &Path, init: i32, pid: i32) -> Result<Option<Vec<(Object, String)>>, Unreadable> {
     let process = proc_root.join(pid.to_string());
     let mut found: Vec<(Object, String)> = Vec::new();
     let mut add = |object, at: String| {
@@ -194,9 +191,9 @@ fn of_process(
     for (fd, to) in files {
         let link = to.as_os_str().as_bytes();
         let object = if socket_inode(&to).is_some() {
-            of_socket(&process, fd, &to)
+            of_socket(&process, pid, fd, &to)
         } else if link.starts_with(b"anon_inode:[pidfd]") || link.starts_with(b"pidfd:") {
-            of_pidfd(&process, fd, all)
+            of_pidfd(&process, fd)
         } else {
             Object::of_link(link)
         };
@@ -208,8 +205,9 @@ fn of_process(
         let path = proc_root.join(pid.to_string()).join("ns").join(file);
         fs::read_link(path).ok()
     };
-    for (file, kind) in NAMESPACES {
-        // One that has ended meanwhile has none.
+    // Of one that has ended and was not waited for, CRIU takes none, and some are shown.
+    let has_ended = namespace(pid, "uts").is_none();
+    for (file, kind) in NAMESPACES.into_iter().filter(|_| !has_ended) {
         if let (Some(own), Some(containers)) = (namespace(pid, file), namespace(init, file))
             && own != containers
         {
@@ -220,22 +218,41 @@ fn of_process(
     Ok(Some(found))
 }
 
-fn of_socket(process: &Path, fd: i32, link: &Path) -> Option<Object> {
-    let mut name = [0; NAME];
+/// The process may put another file into the place of the socket at any time, whose server answers for its
+/// attributes or does not: the name of the file is read again once it is held.
+fn of_socket(process: &Path, pid: i32, fd: i32, link: &Path) -> Option<Object> {
     let path = process.join("fd").join(fd.to_string());
-    // Sockets alone have this attribute. One that was closed meanwhile has none.
+    let held = open(&path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).ok()?;
+    let own = PathBuf::from(format!("/proc/self/fd/{}", held.as_raw_fd()));
+    if fs::read_link(&own).ok()? != link {
+        return None;
+    }
+    let mut name = [0; NAME];
     let attribute = OsStr::new("system.sockprotoname");
-    let length = rustix::fs::getxattr(&path, attribute, &mut name).ok()?;
+    let length = rustix::fs::getxattr(&own, attribute, &mut name).ok()?;
     let name = name[..length].split(|byte| *byte == 0).next().unwrap_or_default();
     let object = Object::of_protocol(name)?;
-    if object == Object::Ping {
-        let inode = socket_inode(link)?;
-        let is_connected = ["net/icmp", "net/icmp6"]
-            .into_iter()
-            .any(|table| is_connected(&process.join(table), inode));
-        return is_connected.then_some(object);
+    match object {
+        Object::Ping => {
+            let inode = socket_inode(link)?;
+            let is_there = |table: &str| is_connected(&process.join(table), inode);
+            ["net/icmp", "net/icmp6"]
+                .into_iter()
+                .any(is_there)
+                .then_some(object)
+        }
+        // What a Multipath TCP socket has accepted from others is one of TCP, with that name.
+        Object::Mptcp => is_multipath(pid, fd).then_some(object),
+        _ => Some(object),
     }
-    Some(object)
+}
+
+fn is_multipath(pid: i32, fd: i32) -> bool {
+    let socket = Pid::from_raw(pid)
+        .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())
+        .and_then(|process| pidfd_getfd(&process, fd, PidfdGetfdFlags::empty()).ok());
+    let protocol = socket.and_then(|socket| socket_protocol(&socket).ok().flatten());
+    protocol == Some(ipproto::MPTCP)
 }
 
 /// Whether the socket has a peer in a table of /proc/PID/net.
@@ -259,20 +276,13 @@ fn is_connected(table: &Path, inode: u64) -> bool {
     read.is_ok() && found
 }
 
-/// A pidfd of a thread, or of a living process that is not dumped.
-fn of_pidfd(process: &Path, fd: i32, all: &BTreeSet<i32>) -> Option<Object> {
+/// A pidfd of a thread. Whether that of a process leads outside is left to CRIU: the container runs, and may
+/// have a child that was not there a moment ago.
+fn of_pidfd(process: &Path, fd: i32) -> Option<Object> {
     let text = fs::read_to_string(process.join("fdinfo").join(fd.to_string())).ok()?;
-    let field = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name));
-        line.map(str::trim)
-    };
-    let flags = i32::from_str_radix(field("flags:")?, 8).unwrap_or(0);
-    if flags & O_EXCL != 0 {
-        return Some(Object::ThreadPidfd);
-    }
-    // -1 when it has ended, which CRIU makes again.
-    let pid: i32 = field("Pid:")?.parse().ok()?;
-    (pid > 0 && !all.contains(&pid)).then_some(Object::OutsidePidfd)
+    let flags = text.lines().find_map(|line| line.strip_prefix("flags:"))?;
+    let flags = i32::from_str_radix(flags.trim(), 8).unwrap_or(0);
+    (flags & O_EXCL != 0).then_some(Object::ThreadPidfd)
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The tables that the suites write: what each client does with firn (docs/guide/clients.md), and what becomes
-//! of each object that a container may hold (docs/guide/objects.md).
+//! The tables that the suites write: what each client does with firn (docs/guide/clients.md), and what
+//! becomes of each object that a container may hold (docs/guide/objects.md).
 //!
 //! A suite reports what it has seen. If the table claims anything else, the trial fails. A suite that has run
 //! all its trials fails too if the table claims something in its name that it has not seen. With [`WRITE`] in

@@ -64,6 +64,8 @@ pub(super) struct Source {
     mounts: Vec<mounts::RequiredMount>,
     /// Mount points of the container's own tmpfs.
     tmpfs: Vec<PathBuf>,
+    /// Its seccomp profile asks an agent.
+    seccomp_agent: bool,
     versions: Versions,
     /// Name of the image that the container began with, if its spec has it.
     image: String,

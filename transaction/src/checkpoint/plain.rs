@@ -73,6 +73,9 @@ pub(super) async fn run(
         plugins,
     };
     let mut dumped = dump.run().await;
+    if dumped.is_ok() {
+        dump.set_expired_timers().await;
+    }
     // Order matters: who kills it from now on does not cut off what brings its image to the disk.
     drop(guard);
     if dumped.is_ok() {
@@ -194,7 +197,6 @@ impl PlainDump<'_> {
         let complete = dumped.is_ok() && gone.is_none();
         transaction.journal.leave(Phase::CriuDump, complete).await;
         if complete {
-            self.set_expired_timers().await;
             seal(image).await;
         }
         let is_left = gone.is_some() || dumped.is_err() && cancel.is_cancelled();

@@ -25,7 +25,11 @@ fn signals(refusals: Vec<Refusal>, findings: Vec<Finding>) -> Signals {
     let (of_node, of_workload) = refusals.into_iter().partition(|refusal| {
         matches!(
             refusal,
-            Refusal::NoCheckpointApi { .. } | Refusal::ByHook | Refusal::Grant(_) | Refusal::Mig { .. }
+            Refusal::NoCheckpointApi { .. }
+                | Refusal::NoCriu { .. }
+                | Refusal::ByHook
+                | Refusal::Grant(_)
+                | Refusal::Mig { .. }
         )
     });
     let node = Node {
@@ -38,6 +42,7 @@ fn signals(refusals: Vec<Refusal>, findings: Vec<Finding>) -> Signals {
         ..Outcome::default()
     };
     let mut signals = Signals::default();
+    signals.of_criu(&node.refusals);
     signals.of_node(&node, Some(&json!({}).into()), &Config::default());
     signals.of_workload(&workload(), &outcome);
     signals

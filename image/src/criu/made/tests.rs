@@ -448,6 +448,15 @@ fn a_label_is_the_name_without_its_mode() {
     }
 }
 
+/// By them [`check`] sees that a mount shows what the node has mounted.
+#[test]
+fn the_nodes_mounts_are_known() {
+    let me = i32::try_from(std::process::id()).unwrap();
+    let mounted = Host::of(me).unwrap().mounted;
+    let root = mountinfo::of_process(me).unwrap().remove(0);
+    assert!(mounted.contains(&mounts::device(&root).unwrap()), "{mounted:?}");
+}
+
 #[test]
 fn ids_are_those_of_a_user_namespace_that_the_spec_makes() {
     let mut spec = json!({"linux": {

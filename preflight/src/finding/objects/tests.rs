@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, VsockAddr, bind, socket};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::*;
 
@@ -15,8 +14,8 @@ fn me() -> i32 {
 
 /// What this process has, with the descriptors of `those` alone, of objects that are looked for by
 /// descriptors.
-fn of_own(those: &[&OwnedFd], dumped: &[i32]) -> Vec<Object> {
-    let all = of_process(Path::new("/proc"), me(), me(), &set_of(dumped.iter().copied()));
+fn of_own(those: &[&OwnedFd]) -> Vec<Object> {
+    let all = of_process(Path::new("/proc"), me(), me());
     let at: Vec<String> = those
         .iter()
         .map(|fd| format!("descriptor {}", fd.as_raw_fd()))
@@ -52,12 +51,12 @@ fn sockets_are_known_by_their_protocols() {
     let (udp, unix) = (UdpSocket::bind("127.0.0.1:0").unwrap(), SockFlag::empty());
     let udp = OwnedFd::from(udp);
     let unix = socket(AddressFamily::Unix, SockType::SeqPacket, unix, None).unwrap();
-    assert_eq!(of_own(&[&udp, &unix], &[me()]), []);
+    assert_eq!(of_own(&[&udp, &unix]), []);
     let vsock = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::empty(), None);
     // A kernel may be without it.
     if let Ok(vsock) = vsock {
         let _bound = bind(vsock.as_raw_fd(), &VsockAddr::new(u32::MAX, u32::MAX));
-        assert_eq!(of_own(&[&udp, &vsock], &[me()]), [Object::Vsock]);
+        assert_eq!(of_own(&[&udp, &vsock]), [Object::Vsock]);
     }
     for name in ["UNIX", "TCP", "TCPv6", "UDP", "UDPv6", "RAW", "PACKET", "NETLINK"] {
         assert_eq!(Object::of_protocol(name.as_bytes()), None, "{name}");
@@ -88,26 +87,57 @@ fn a_ping_socket_with_a_peer_is_found_in_its_table() {
 }
 
 #[test]
-fn pidfds_of_others_are_found_and_those_of_the_container_are_not() {
-    let (mut child, pid) = sleep("sleep", &["1000"]);
+fn a_pidfd_of_a_thread_is_found_and_others_are_left_to_criu() {
+    let (_child, pid) = sleep("sleep", &["1000"]);
     let (of_child, of_self) = (pidfd(pid), pidfd(me()));
-    assert_eq!(of_own(&[&of_child, &of_self], &[me(), pid]), []);
-    assert_eq!(of_own(&[&of_child, &of_self], &[me()]), [Object::OutsidePidfd]);
-    child.0.kill().unwrap();
-    child.0.wait().unwrap();
-    assert_eq!(of_own(&[&of_child], &[me()]), [], "it has ended");
-
+    assert_eq!(of_own(&[&of_child, &of_self]), []);
     // As a pidfd of a thread is shown: O_RDWR and O_EXCL.
     let root = tempfile::tempdir().unwrap();
     fs::create_dir_all(root.path().join("fdinfo")).unwrap();
     for (flags, expected) in [("02000202", Some(Object::ThreadPidfd)), ("02000002", None)] {
-        fs::write(
-            root.path().join("fdinfo/3"),
-            format!("pos:\t0\nflags:\t{flags}\nPid:\t{}\n", me()),
-        )
-        .unwrap();
-        assert_eq!(of_pidfd(root.path(), 3, &set_of([me()])), expected, "{flags}");
+        let text = format!("pos:\t0\nflags:\t{flags}\nPid:\t{}\n", me());
+        fs::write(root.path().join("fdinfo/3"), text).unwrap();
+        assert_eq!(of_pidfd(root.path(), 3), expected, "{flags}");
     }
+}
+
+/// A socket that listens for Multipath TCP and one that it has accepted from a client without that.
+#[test]
+fn what_a_multipath_socket_accepts_from_others_is_tcp() {
+    use rustix::net::{SocketAddrV4, SocketType, accept, bind, getsockname, listen, socket};
+    let made = socket(
+        rustix::net::AddressFamily::INET,
+        SocketType::STREAM,
+        Some(ipproto::MPTCP),
+    );
+    // A kernel may be without it.
+    let Ok(listener) = made else { return };
+    bind(&listener, &SocketAddrV4::new([127, 0, 0, 1].into(), 0)).unwrap();
+    listen(&listener, 1).unwrap();
+    let address = SocketAddrV4::try_from(getsockname(&listener).unwrap()).unwrap();
+    let _client = std::net::TcpStream::connect(address).unwrap();
+    let accepted = accept(&listener).unwrap();
+    assert_eq!(of_own(&[&listener]), [Object::Mptcp]);
+    assert_eq!(of_own(&[&accepted]), []);
+}
+
+#[test]
+fn namespaces_of_a_process_that_was_not_waited_for_do_not_count() {
+    let root = tempfile::tempdir().unwrap();
+    for (pid, namespaces) in [(1, &["uts", "user"][..]), (2, &["user"])] {
+        let process = root.path().join(pid.to_string());
+        for dir in ["fd", "ns"] {
+            fs::create_dir_all(process.join(dir)).unwrap();
+        }
+        fs::write(process.join("maps"), "").unwrap();
+        for name in namespaces {
+            symlink(format!("{name}:[{pid}]"), process.join("ns").join(name)).unwrap();
+        }
+    }
+    assert_eq!(of_process(root.path(), 1, 2).unwrap().unwrap(), []);
+    symlink("uts:[1]", root.path().join("2/ns/uts")).unwrap();
+    let found = of_process(root.path(), 1, 2).unwrap().unwrap();
+    assert_eq!(found, [(Object::Namespace("a user"), "user:[2]".to_owned())]);
 }
 
 #[test]

@@ -20,7 +20,8 @@ pub const POINTS: &[Point] = &[
         "1.3 options: CRIU's work directory",
         "-work-path /run/by-hand-work",
         criu_work_path,
-    ),
+    )
+    .better("-file-locks"),
     Point::same(
         "1.3 options: another root for runc's state",
         "/run/by-hand-runc/default/hand",

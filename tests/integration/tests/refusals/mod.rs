@@ -488,6 +488,9 @@ pub(crate) fn suite() -> matrix::Suite {
         others::a_process_on_two_gpus_is_refused_unless_its_owner_knows_of_no_access [FORKY];
         others::what_the_driver_has_refused_once_is_refused_by_that_reason [FORKY];
         others::a_container_that_somebody_thaws_has_no_image [FORKY_V2, TRIXIE];
+        others::a_container_under_another_shim_is_refused [FORKY, TRIXIE];
+        others::a_node_without_criu_is_refused [FORKY];
+        others::a_seccomp_agent_is_refused [FORKY];
         rollback::a_driver_that_fails_a_checkpoint_costs_nothing [FORKY, TRIXIE];
         rollback::when_one_of_four_processes_fails_all_four_go_on [FORKY];
         rollback::a_failed_gpu_restore_is_tried_again [FORKY];

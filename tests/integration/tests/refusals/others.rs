@@ -2,7 +2,7 @@
 //! cgroup; and for a file that its spec names.
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, GpuHost, SimGpu, failure, nothing_left, on};
+use firn_lab::{Container, GpuHost, STOCK, SimGpu, failure, nothing_left, on};
 use firn_node::{Platform, wait_for};
 
 use super::{LIMIT, audited, fails, host, refused};
@@ -190,6 +190,86 @@ pub fn a_container_that_somebody_thaws_has_no_image(platform: Platform) -> Resul
         job.checkpoint("checkpoint/job")?;
         job.goes_on(3)?;
         job.remove()?;
+        host.idle()
+    })
+}
+
+/// A container with a GPU whose runtime was forgotten: CRIU would fail after a standstill.
+pub fn a_container_under_another_shim_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-other", 1)?], |[host]| {
+        let job = Container::count_with(host, "job", &["0"], 1, &["--runtime", STOCK], &[])?;
+        job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1"
+                && report.contains("FIRN-RUNTIME-OTHER")
+                && report.contains("containerd-shim-runc-v2"),
+            "audit: {status}: {report}"
+        );
+        for place in ["checkpoint/job", "/tmp/job.tar", "/tmp/job.dir/"] {
+            let output = failure(host.node().run(&["firn", "checkpoint", "job", place]))?;
+            ensure!(output.contains("FIRN-RUNTIME-OTHER:"), "{place}: {output}");
+            ensure!(job.status()? == "RUNNING", "the task is {}", job.status()?);
+        }
+        let output = failure(host.node().run(&["firn", "move", "job", "root@nowhere"]))?;
+        ensure!(output.contains("FIRN-RUNTIME-OTHER:"), "{output}");
+        let left = host.node().run(&["sh", "-c", "ls -d /tmp/job* || true"])?.stdout;
+        ensure!(left.is_empty(), "there is {left}");
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// A node without CRIU is found out before anything is touched.
+pub fn a_node_without_criu_is_refused(platform: Platform) -> Result<()> {
+    on([host(platform, "rf-criu", 1)?], |[host]| {
+        host.watch_runc()?;
+        let labels = || Ok::<_, anyhow::Error>(host.node().run(&["firn", "labels"])?.stdout);
+        ensure!(labels()?.contains("firn.dev/checkpoint=true"), "{}", labels()?);
+        let job = Container::count(host, "job", &["0"], 1, &[])?;
+        job.goes_on(3)?;
+        host.node()
+            .run(&["mv", "/usr/sbin/criu", "/usr/sbin/criu.away"])?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-CRIU-MISSING"),
+            "audit: {status}: {report}"
+        );
+        ensure!(labels()?.contains("firn.dev/checkpoint=false"), "{}", labels()?);
+        refused(&job, host, "FIRN-CRIU-MISSING")?;
+        host.node()
+            .run(&["mv", "/usr/sbin/criu.away", "/usr/sbin/criu"])?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Nobody would answer a copy whose filter asks.
+pub fn a_seccomp_agent_is_refused(platform: Platform) -> Result<()> {
+    const PROFILE: &str = r#"{"defaultAction": "SCMP_ACT_ALLOW", "listenerPath": "/run/agent.socket",
+        "syscalls": [{"names": ["mknodat"], "action": "SCMP_ACT_NOTIFY"}]}"#;
+    on([host(platform, "rf-agent", 1)?], |[host]| {
+        host.watch_runc()?;
+        let node = host.node();
+        node.write("/tmp/profile.json", PROFILE)?;
+        let agent = "seccompagent -socketfile /run/agent.socket >/tmp/agent.log 2>&1 & echo $!";
+        let agent = node.run(&["sh", "-c", agent])?.stdout;
+        wait_for("the agent", LIMIT, || {
+            Ok(node.run(&["test", "-S", "/run/agent.socket"]).ok().map(drop))
+        })?;
+        let options = ["--seccomp", "--seccomp-profile", "/tmp/profile.json"];
+        let job = Container::count_with(host, "job", &["0"], 1, &options, &[])?;
+        job.goes_on(3)?;
+        let (status, report) = audited(host)?;
+        ensure!(
+            status == "1" && report.contains("FIRN-OBJECT") && report.contains("SCMP_ACT_NOTIFY"),
+            "audit: {status}: {report}"
+        );
+        refused(&job, host, "FIRN-OBJECT")?;
+        job.remove()?;
+        node.run(&["kill", agent.trim()])?;
         host.idle()
     })
 }

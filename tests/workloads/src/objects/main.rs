@@ -21,6 +21,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal, raise};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::AcceptConn;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 
@@ -155,7 +157,9 @@ fn make(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::Listener => {
             let socket = TcpListener::bind("0.0.0.0:4000")?;
             let address = socket.local_addr()?;
-            Ok(Box::new(move || Ok(socket.local_addr()? == address)))
+            Ok(Box::new(move || {
+                Ok(socket.local_addr()? == address && getsockopt(&socket, AcceptConn)?)
+            }))
         }
         Kind::Pidfd => pidfd(),
         Kind::MountNamespace => child("--mount"),
@@ -247,9 +251,22 @@ fn pidfd() -> io::Result<Look> {
 }
 
 /// A child with a namespace of its own.
-fn child(option: &str) -> io::Result<Look> {
+fn child(option: &'static str) -> io::Result<Look> {
     let mut child = waiting(Command::new("unshare").args([option, "--fork"]))?;
-    Ok(Box::new(move || Ok(child.try_wait()?.is_none())))
+    let namespaces = format!("/proc/{}/ns", child.id());
+    let file = match option {
+        "--mount" => "mnt",
+        "--pid" => "pid_for_children",
+        option => option.trim_start_matches('-'),
+    };
+    let is_own = move || {
+        let of = |namespaces: &str| fs::read_link(Path::new(namespaces).join(file));
+        Ok::<_, io::Error>(of(&namespaces)? != of("/proc/self/ns")?)
+    };
+    while !is_own()? {
+        thread::sleep(PACE);
+    }
+    Ok(Box::new(move || Ok(child.try_wait()?.is_none() && is_own()?)))
 }
 
 /// The descriptor is open.

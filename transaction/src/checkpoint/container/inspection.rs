@@ -8,7 +8,7 @@ use firn_host::procfs;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
-use firn_preflight::{Assertions, Capacity, Workload, check_node};
+use firn_preflight::{Assertions, Capacity, Workload, check_node, expect_criu};
 use firn_process::blocking::blocking;
 use serde::de::DeserializeOwned;
 
@@ -27,6 +27,10 @@ impl ContainerEffects<'_> {
     pub(super) async fn read_source(&mut self) -> Result<Source, EffectError> {
         if let Some(parent) = self.request.parent.clone() {
             return Err(EffectError::Parent { parent });
+        }
+        // Only runc before 1.1 has another one by its options.
+        if self.is_dump() && self.transaction.container.options.criu_path.is_empty() {
+            expect_criu(&std::env::var_os("PATH").unwrap_or_default())?;
         }
         let spec = Spec::load(&self.transaction.container.bundle)?;
         // Only NVIDIA's driver is asked, and a node without it need not have one.
@@ -67,6 +71,7 @@ impl ContainerEffects<'_> {
             topology: inventory.topology.of(&uuids),
             mounts: mounts::required(&spec)?,
             tmpfs: spec.own_tmpfs()?,
+            seccomp_agent: spec.has_seccomp_agent(),
             versions,
             image: spec
                 .annotation(names::ANNOTATION_CRI_IMAGE)
@@ -135,6 +140,7 @@ impl ContainerEffects<'_> {
             inherited: Some(self.transaction.container.bundle.join(names::BUNDLE_INHERITED)),
             refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
+            seccomp_agent: self.source().seccomp_agent,
             ..Workload::default()
         };
         let request = look::Request::Check(Box::new(workload));

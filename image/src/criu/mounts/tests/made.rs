@@ -139,6 +139,9 @@ fn a_root_that_has_become_writable_is_made_read_only_again() {
     assert_eq!(of(read_only(), "rw"), [("/".into(), READ_ONLY | RELATIME)]);
     assert_eq!(of(read_only(), "ro"), []);
     assert_eq!(of(json!({"root": {"path": "rootfs"}}), "rw"), []);
+    let mut may_mount = read_only();
+    may_mount["process"] = json!({"capabilities": {"bounding": ["CAP_SYS_ADMIN"]}});
+    assert_eq!(of(may_mount, "rw"), [], "it may have been made writable");
 }
 
 #[test]

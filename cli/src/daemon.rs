@@ -6,12 +6,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{in_path, names};
+use firn_config::in_path;
 use firn_host::procfs;
 
 use crate::containerd::process;
 use crate::install::search_path;
-use crate::program;
+use crate::{program, serving};
 
 const PROGRAM: &str = "containerd";
 const LIMIT: Duration = Duration::from_secs(30);
@@ -128,7 +128,7 @@ impl Shim {
         Self {
             path: path.to_owned(),
             version: version.unwrap_or_default().trim().to_owned(),
-            is_firns: shown.starts_with(names::SHIM_PROGRAM),
+            is_firns: serving::is_firns_version(&shown),
         }
     }
 }
@@ -194,7 +194,10 @@ mod tests {
 
     #[test]
     fn the_program_of_a_runtime_is_found_by_its_name() {
-        assert_eq!(program_of("io.containerd.firn.v2").unwrap(), names::SHIM_PROGRAM);
+        assert_eq!(
+            program_of("io.containerd.firn.v2").unwrap(),
+            firn_config::names::SHIM_PROGRAM
+        );
         assert_eq!(program_of("firn"), None);
         assert_eq!(program_of("a./b.v2"), None);
     }
