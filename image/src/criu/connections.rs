@@ -18,7 +18,6 @@ use firn_host::{UnlessAbsent, atomic_file};
 use super::files::{INET_SOCKET, MAGIC, NAME};
 use super::wire::{self, Message, WireError};
 use super::{COMMON_MAGIC, INVENTORY_MAGIC, Image, ImageFault, messages, missing};
-use firn_store::UntrustedDir;
 
 /// Fields of `inet_sk_entry`.
 mod field {
@@ -79,10 +78,7 @@ impl End {
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
 /// continued.
 pub fn close_connections(dir: &Path, continued: Continued) -> Result<Connections, ImageFault> {
-    let untrusted = UntrustedDir::open(dir);
-    let image = Image {
-        dir: untrusted.map_err(|source| ImageFault::unreadable("the directory", &source))?,
-    };
+    let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let malformed = |error: WireError| ImageFault::malformed(NAME, error);
     let files = messages(NAME, MAGIC, &bytes)?;

@@ -215,8 +215,7 @@ impl Host {
 
 /// Compares the image with the spec. The first thing that exceeds it is the error.
 pub fn check(spec: &Spec, image: &Path, host: &Host) -> Result<(), ImageFault> {
-    let dir = UntrustedDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
-    let image = Image { dir };
+    let image = Image::open(image)?;
     entries::check(&image)?;
     // CRIU makes nothing of what is no image. The runtime reports that, with CRIU's log.
     let Some(inventory) = Inventory::read(&image)? else {
@@ -235,6 +234,12 @@ struct Image {
 }
 
 impl Image {
+    fn open(dir: &Path) -> Result<Self, ImageFault> {
+        let dir = UntrustedDir::open(dir);
+        let dir = dir.map_err(|source| ImageFault::unreadable("the directory", &source))?;
+        Ok(Self { dir })
+    }
+
     /// The messages of a file; none when it is not there.
     fn read<T>(
         &self,

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use super::tasks::{CORE_MAGIC, PSTREE_MAGIC};
 use super::{Image, ImageFault, missing, shown};
-use firn_store::UntrustedDir;
 
 const NAME: &str = "pstree.img";
 
@@ -26,8 +25,7 @@ pub struct Process {
 
 /// All processes, in the order in which the image has them: parents come first.
 pub fn processes(image: &Path) -> Result<Vec<Process>, ImageFault> {
-    let dir = UntrustedDir::open(image).map_err(|source| ImageFault::unreadable("the directory", &source))?;
-    let image = Image { dir };
+    let image = Image::open(image)?;
     let tree = image.read(NAME, PSTREE_MAGIC, |message| {
         Ok((
             message.required(1)?,

@@ -13,7 +13,6 @@ use super::connections::write;
 use super::files::{MAGIC, NAME};
 use super::wire::{self, Message, WireError};
 use super::{Image, ImageFault, messages, missing};
-use firn_store::UntrustedDir;
 
 /// The field of a timerfd in an open file.
 const TIMER: u32 = 12;
@@ -31,10 +30,7 @@ mod field {
 /// # Errors
 /// The list of open files is not as CRIU writes it, or cannot be read or written.
 pub fn set_expired_timers(dir: &Path) -> Result<usize, ImageFault> {
-    let untrusted = UntrustedDir::open(dir);
-    let image = Image {
-        dir: untrusted.map_err(|source| ImageFault::unreadable("the directory", &source))?,
-    };
+    let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let malformed = |error: WireError| ImageFault::malformed(NAME, error);
     let mut edited = Vec::new();

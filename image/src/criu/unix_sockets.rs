@@ -15,7 +15,6 @@ use super::connections::write;
 use super::files::{MAGIC, NAME, UNIX_SOCKET};
 use super::wire::{self, Message, WireError};
 use super::{Image, ImageFault, messages, missing};
-use firn_store::UntrustedDir;
 
 /// Fields of `unix_sk_entry`.
 mod field {
@@ -52,10 +51,7 @@ struct Socket {
 /// Closes the sockets that firn's plugin has let CRIU dump into the image at `dir`, which nobody else may
 /// write to.
 pub fn close_unix_sockets(dir: &Path) -> Result<(), ImageFault> {
-    let untrusted = UntrustedDir::open(dir);
-    let image = Image {
-        dir: untrusted.map_err(|source| ImageFault::unreadable("the directory", &source))?,
-    };
+    let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let malformed = |error: WireError| ImageFault::malformed(NAME, error);
     let files = messages(NAME, MAGIC, &bytes)?;
