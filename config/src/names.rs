@@ -189,13 +189,14 @@ pub const ANNOTATIONS_OF_SPECS: [&str; 18] = [
 
 /// Names of firn that stand elsewhere: in the annotations of an update, in labels, in the index of an image.
 /// Create removes them from a given spec, and every other name that begins with [`FIRNS`].
-pub const NEVER_IN_SPECS: [&str; 6] = [
+pub const NEVER_IN_SPECS: [&str; 7] = [
     ANNOTATION_USERS_CRIU_CONFIG,
     ANNOTATION_MOVE_GPU,
     ANNOTATION_CHECKPOINT_POD,
     ANNOTATION_WITHDRAW_POD,
     LABEL_PARKED,
     ANNOTATION_CONTAINER,
+    ANNOTATION_BASE_CHAIN,
 ];
 
 /// Annotation by podman and CRI-O: which of them made the container.
@@ -280,6 +281,9 @@ pub const RESTORE_DIR: &str = "/var/lib/firn/restore";
 
 /// Annotation of a checkpoint image's index: the id of the container.
 pub const ANNOTATION_CONTAINER: &str = "firn.dev/container";
+
+/// Annotation of a checkpoint image's index: chain id of the layers that the container began with.
+pub const ANNOTATION_BASE_CHAIN: &str = "firn.dev/base-chain";
 
 /// Prefix of the directories for complete images that are put next to containerd's temporary ones,
 /// where those are on another file system than the rescue directory.

@@ -94,6 +94,7 @@ fn source(n: u8) -> SourceGpu {
         pci_device_id: 0x2335_10de,
         pci_address: format!("00000000:0{n}:00.0"),
         memory_total: 150_754_820_096,
+        memory_used: 0,
         minor: n.into(),
         node: (n == 1).then(|| DeviceNode {
             path: "/dev/nvidia1".into(),

@@ -4,7 +4,8 @@
 use crate::plan;
 use crate::plan::{MapPolicy, PlanError, PlanRequest, Warning};
 use firn_config::Restore;
-use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu, Topology};
+use firn_gpu::protocol::GpuMemory;
+use firn_gpu::{Gpu, GpuPair, GpuUuid, Inventory, SourceGpu, Topology};
 use firn_host::Problem;
 
 use crate::policy::{self, PolicyError};
@@ -36,6 +37,44 @@ pub enum AssignmentError {
     /// Pairs that a client has written.
     #[error("cannot read the GPU map")]
     Map(#[from] MapError),
+    /// A GPU has less memory free than the checkpoint needs of it.
+    #[error("{0}")]
+    #[problem(
+        "FIRN-GPU-OCCUPIED",
+        "end or pause what uses it, which `firn ps` and nvidia-smi list, or name a GPU that has room (--gpus)"
+    )]
+    Occupied(Box<Occupied>),
+}
+
+/// A GPU without room for what the checkpoint's processes had on theirs.
+#[derive(Debug)]
+pub struct Occupied {
+    pub gpu: Gpu,
+    /// Bytes that are needed.
+    pub needed: u64,
+    /// Who has it, as far as the caller knows: `container ID of namespace NAME`.
+    pub holders: Vec<String>,
+    /// Other GPUs of its model on this node that have room.
+    pub others: Vec<GpuUuid>,
+}
+
+impl std::fmt::Display for Occupied {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (free, needed) = (self.gpu.memory_free >> 20, self.needed.div_ceil(1 << 20));
+        let uuid = &self.gpu.uuid;
+        write!(
+            f,
+            "{uuid} has {free} MiB of memory free, and the checkpoint needs {needed} MiB"
+        )?;
+        if !self.holders.is_empty() {
+            write!(f, "; {} has it", self.holders.join(" and "))?;
+        }
+        let others: Vec<&str> = self.others.iter().map(GpuUuid::as_str).collect();
+        if !others.is_empty() {
+            write!(f, "; there is room on {}", others.join(", "))?;
+        }
+        Ok(())
+    }
 }
 
 impl GpuAssignment {
@@ -50,18 +89,60 @@ impl GpuAssignment {
         let (policy, written) = policy::find(spec, config, &uuids)?;
         let mut grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
         match policy {
-            MapPolicy::Auto | MapPolicy::Strict => grant.narrow(&uuids),
-            MapPolicy::Subset | MapPolicy::Explicit(_) => {}
+            MapPolicy::Auto => {
+                grant.prefer_room(&manifest.gpus);
+                grant.narrow(&uuids);
+            }
+            MapPolicy::Strict => grant.narrow(&uuids),
+            MapPolicy::Subset => grant.prefer_room(&manifest.gpus),
+            MapPolicy::Explicit(_) => {}
         }
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
-        Self::planned(
+        let made = Self::planned(
             &manifest.gpus,
             &manifest.topology,
             driver,
             inventory,
             grant,
             &policy,
-        )
+        )?;
+        match made.occupied(&manifest.gpus, inventory) {
+            Some(occupied) => Err(AssignmentError::Occupied(Box::new(occupied))),
+            None => Ok(made),
+        }
+    }
+
+    /// The first GPU that has less memory free than is needed.
+    fn occupied(&self, source: &[SourceGpu], inventory: &Inventory) -> Option<Occupied> {
+        let targets = self.targets();
+        let of_pair = |pair: &GpuPair| {
+            let old = source.iter().find(|gpu| gpu.uuid == pair.old)?;
+            let new = targets.iter().find(|gpu| gpu.uuid == pair.new)?;
+            (!old.finds_room_on(new)).then_some((old, new))
+        };
+        let (old, new) = self.map.pairs().iter().find_map(of_pair)?;
+        let is_taken = |gpu: &Gpu| targets.iter().any(|target| target.uuid == gpu.uuid);
+        let has_room = |gpu: &&Gpu| gpu.name == new.name && !is_taken(gpu) && old.finds_room_on(gpu);
+        Some(Occupied {
+            gpu: new.clone(),
+            needed: old.memory_used,
+            holders: Vec::new(),
+            others: inventory
+                .gpus
+                .iter()
+                .filter(has_room)
+                .map(|gpu| gpu.uuid.clone())
+                .collect(),
+        })
+    }
+
+    /// Bytes that the checkpoint's processes need together on each GPU, as far as the image has it.
+    pub fn needs(&self, source: &[SourceGpu]) -> GpuMemory {
+        let of_pair = |pair: &GpuPair| {
+            let old = source.iter().find(|gpu| gpu.uuid == pair.old)?;
+            (old.memory_used > 0).then(|| (pair.new.clone(), old.memory_used))
+        };
+        self.map.pairs().iter().filter_map(of_pair).collect()
     }
 
     /// Decides which GPUs a container of this node gets in the place of its own: `wanted`, a list of UUIDs or
@@ -237,6 +318,87 @@ mod tests {
             let error = made(&pod, &[9], &config(&[], &[])).unwrap_err();
             assert_eq!(error.code(), "FIRN-MAP-UNKNOWN-TARGET", "{pod:?}");
         }
+    }
+
+    /// A checkpoint of these GPUs whose processes had so many GiB on each, on a node whose GPUs have so many
+    /// free.
+    fn with_room(
+        used: &[(u8, u64)],
+        free: &[u64],
+        restore: &Restore,
+    ) -> Result<GpuAssignment, AssignmentError> {
+        let sources: Vec<u8> = used.iter().map(|(gpu, _)| *gpu).collect();
+        let (mut made_there, mut node) = (manifest(&sources), inventory(195, 4));
+        for (gpu, (_, gib)) in made_there.gpus.iter_mut().zip(used) {
+            gpu.memory_used = gib << 30;
+        }
+        for (gpu, gib) in node.gpus.iter_mut().zip(free) {
+            gpu.memory_free = gib << 30;
+        }
+        let minors: Vec<u64> = sources.iter().map(|_| 0).collect();
+        GpuAssignment::make(&spec(195, &minors), &made_there, &node, restore)
+    }
+
+    #[test]
+    fn a_gpu_without_room_is_refused_with_those_that_have_some() {
+        let refused = with_room(&[(0, 6)], &[5, 8, 3, 6], &config(&[], &[])).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
+        let shown = refused.to_string();
+        for part in [
+            "has 5120 MiB of memory free, and the checkpoint needs 6144 MiB",
+            &format!("there is room on {}, {}", uuid(1), uuid(3)),
+        ] {
+            assert!(shown.contains(part), "{part}: {shown}");
+        }
+        let AssignmentError::Occupied(mut occupied) = refused else {
+            panic!("{refused}")
+        };
+        occupied.holders = vec!["container a of namespace b".to_owned()];
+        occupied.others.clear();
+        let shown = occupied.to_string();
+        assert!(
+            shown.ends_with("MiB; container a of namespace b has it"),
+            "{shown}"
+        );
+        // As much as there is, and an image that does not have the figure.
+        assert!(with_room(&[(0, 5)], &[5], &config(&[], &[])).is_ok());
+        assert!(with_room(&[(0, 0)], &[0], &config(&[], &[])).is_ok());
+    }
+
+    #[test]
+    fn a_pool_is_searched_for_gpus_with_room() {
+        let subset = |gpus: &[&str]| Restore {
+            policy: RemapPolicy::Subset,
+            ..config(gpus, &[])
+        };
+        let all = &["0", "1", "2", "3"];
+        let target = |used, free: &[u64], restore: &Restore| {
+            let made = with_room(used, free, restore)?;
+            let uuids: Vec<GpuUuid> = made.targets().into_iter().map(|gpu| gpu.uuid).collect();
+            Ok::<_, AssignmentError>(uuids)
+        };
+        // Its own GPU is full.
+        let free = &[1, 2, 8, 6];
+        assert_eq!(target(&[(0, 6)], free, &subset(all)).unwrap(), [uuid(2)]);
+        assert_eq!(target(&[(0, 6)], free, &config(all, &[])).unwrap(), [uuid(2)]);
+        let two = target(&[(0, 6), (1, 6)], free, &subset(all)).unwrap();
+        assert_eq!(two, [uuid(2), uuid(3)]);
+        let refused = target(&[(0, 7), (1, 7)], free, &subset(all)).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
+        // The operator's map is not searched.
+        let refused = target(&[(0, 6)], free, &config(all, &[(0, 1)])).unwrap_err();
+        assert_eq!(refused.code(), "FIRN-GPU-OCCUPIED");
+    }
+
+    #[test]
+    fn what_is_needed_is_that_of_the_new_gpus() {
+        let made = with_room(&[(0, 6), (1, 0)], &[8, 8, 8, 8], &config(&["2", "3"], &[])).unwrap();
+        let needs = made.needs(&{
+            let mut source = manifest(&[0, 1]).gpus;
+            source[0].memory_used = 6 << 30;
+            source
+        });
+        assert_eq!(needs, GpuMemory::from([(uuid(2), 6 << 30)]));
     }
 
     #[test]

@@ -25,7 +25,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use firn_config::Restore;
-use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType};
+use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, NodeType, SourceGpu};
 use firn_host::Problem;
 
 use crate::{MapOrigin, RequestedMap};
@@ -126,6 +126,16 @@ impl Grant {
     /// for messages.
     pub fn named(inventory: &Inventory, names: &[String], origin: &str) -> Result<Self, GrantError> {
         by_names(inventory, names, origin)
+    }
+
+    /// Drops GPUs that have less memory free than the checkpoint had on any of its own, as long as enough of
+    /// a pool is left.
+    pub fn prefer_room(&mut self, sources: &[SourceGpu]) {
+        let has_room = |gpu: &&Gpu| sources.iter().all(|old| old.finds_room_on(gpu));
+        let roomy: Vec<Gpu> = self.gpus.iter().filter(has_room).cloned().collect();
+        if self.gpus.len() > sources.len() && roomy.len() >= sources.len() {
+            self.gpus = roomy;
+        }
     }
 
     /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from

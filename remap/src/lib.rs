@@ -11,7 +11,7 @@ pub mod plan;
 mod policy;
 mod requested_map;
 
-pub use assignment::{AssignmentError, GpuAssignment};
+pub use assignment::{AssignmentError, GpuAssignment, Occupied};
 pub use grant::{Basis, Grant, GrantError};
 pub use policy::PolicyError;
 pub use requested_map::{MapError, MapOrigin, RequestedMap};

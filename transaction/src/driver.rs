@@ -51,6 +51,9 @@ const NOT_SUPPORTED: &str = "CUDA_ERROR_NOT_SUPPORTED";
 /// The driver's answer to a lock whose time limit has passed.
 const TIMED_OUT: &str = "CUDA_ERROR_NOT_READY";
 
+/// The driver's answer if a GPU has not enough memory.
+const OUT_OF_MEMORY: &str = "CUDA_ERROR_OUT_OF_MEMORY";
+
 /// A call of the driver worker that failed.
 #[derive(Debug, thiserror::Error, Problem)]
 pub enum WorkerError {
@@ -100,7 +103,8 @@ pub enum WorkerError {
     )]
     #[problem(
         "FIRN-GPU-OCCUPIED",
-        "end what uses that GPU, which nvidia-smi lists; then resume the container"
+        "end or pause what uses that GPU, which `firn ps` and nvidia-smi list; then resume or restore the \
+         container again"
     )]
     NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
     /// The worker refused the request as a whole.
@@ -150,6 +154,10 @@ fn driver_remedy(error: &DriverError) -> Remedy<'static> {
             "FIRN-GPU-UNSUPPORTED",
             "the process uses what this driver cannot checkpoint or restore: managed memory, or memory \
              shared with others",
+        ),
+        OUT_OF_MEMORY => remedy(
+            "FIRN-GPU-OCCUPIED",
+            "end or pause what uses that GPU, which `firn ps` and nvidia-smi list",
         ),
         TIMED_OUT => raise_deadline("lock"),
         _ => remedy(

@@ -17,6 +17,7 @@ use firn_config::names;
 use firn_gpu::{DeviceId, DeviceNode, NodeType};
 use firn_host::{Problem, UnlessAbsent, atomic_file};
 use firn_oci::{GpuPath, Spec, SpecError, classify};
+use firn_remap::AssignmentError;
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
@@ -219,6 +220,26 @@ impl Lease {
         others.retain(|other| other.pid != self.pid && has_one(other));
         Ok(others)
     }
+}
+
+/// Adds which containers have a GPU that has no room. For a spec of somebody who owns the node alone: the
+/// author of a pod learns nothing of other tenants, nor which GPUs the node has.
+pub fn name_holders(error: AssignmentError, spec: &Spec) -> AssignmentError {
+    let AssignmentError::Occupied(mut occupied) = error else {
+        return error;
+    };
+    if spec.author().owns_node() {
+        let has_it = |lease: &Lease| {
+            let node = occupied.gpu.node.as_ref().map(DeviceNode::id);
+            !lease.parked && node.is_some_and(|node| lease.gpus.contains(&node))
+        };
+        let holders = Lease::all().unwrap_or_default().into_iter().filter(has_it);
+        let named = |lease: Lease| format!("container {} of namespace {}", lease.container, lease.namespace);
+        occupied.holders = holders.map(named).collect();
+    } else {
+        occupied.others = Vec::new();
+    }
+    AssignmentError::Occupied(occupied)
 }
 
 /// containerd's namespace, by the path of a bundle.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use firn_config::Config;
 use firn_gpu::GpuPair;
+use firn_gpu::protocol::GpuMemory;
 use firn_image::manifest::{CheckpointedProcess, DumpFlags, InheritedGpus, Verified};
 use firn_image::memory::call::Stored;
 use firn_oci::criu_config::CriuConfig;
@@ -48,6 +49,8 @@ pub struct GpuPart {
     pub has_nvidia: bool,
     /// The GPU map for the driver; empty if every GPU stays the same.
     pub pairs: Vec<GpuPair>,
+    /// GPU memory that its processes need on the GPUs that they get, as far as the image has it.
+    pub needs: GpuMemory,
     /// Processes whose GPU state the image holds, by their pids in the container.
     pub processes: Vec<CheckpointedProcess>,
     /// What other processes had inherited, by their pids in the container.

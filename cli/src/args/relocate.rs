@@ -30,7 +30,7 @@ pub struct MoveArgs {
     /// Id of the container there. Default: the same.
     #[arg(long, value_name = "ID")]
     pub name: Option<String>,
-    /// GPUs of the other node, by UUID or by the index of nvidia-smi, with commas.
+    /// GPUs of the other node, by UUID or by the index of nvidia-smi, with commas. `auto`: free ones.
     #[arg(long, value_name = "GPUS")]
     pub gpus: Option<String>,
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.

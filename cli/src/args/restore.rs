@@ -50,6 +50,7 @@ pub struct RestoreArgs {
     #[arg(long, value_name = "ID")]
     pub name: Option<String>,
     /// GPUs of this node, by UUID or by the index of nvidia-smi, with commas: as many as the checkpoint has.
+    /// `auto`: free ones.
     #[arg(long, value_name = "GPUS")]
     pub gpus: Option<String>,
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.

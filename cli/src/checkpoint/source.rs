@@ -19,7 +19,7 @@ use tokio::time::sleep;
 use super::aside::aside;
 use super::error::CheckpointError;
 use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, Snapshot, TaskState};
-use crate::oci_image::{self, Blob, Index, Part, media};
+use crate::oci_image::{self, BaseImage, Blob, ImageError, Index, Part, media};
 use crate::serving::other_shim;
 use crate::steps::Steps;
 
@@ -91,6 +91,7 @@ impl Source {
         };
         match containerd.task(&id).await? {
             Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Candidate {
+                chain: chain(containerd, &container).await?,
                 container,
                 namespace,
                 pid: task.pid,
@@ -103,6 +104,13 @@ impl Source {
 
     fn id(&self) -> &str {
         &self.container.id
+    }
+
+    fn snapshot(&self) -> Snapshot<'_> {
+        Snapshot {
+            snapshotter: &self.container.snapshotter,
+            key: &self.container.snapshot_key,
+        }
     }
 
     pub fn containerd(&self) -> &Containerd {
@@ -161,7 +169,8 @@ impl Source {
             blob.upload(containerd, &[]).await?;
             parts.push(blob.part.clone());
         }
-        let index = Index::new(&self.container, parts);
+        let below = containerd.parent_of(self.snapshot()).await?.unwrap_or_default();
+        let index = Index::new(&self.container, &below, parts);
         let json = serde_json::to_vec(&index).unwrap_or_default();
         let blob = Blob::new(media::INDEX, json);
         blob.upload(containerd, &index.manifests).await?;
@@ -200,14 +209,10 @@ impl Source {
     /// The files that the container has written.
     async fn files(&self) -> Result<Part, CheckpointError> {
         let containerd = &self.containerd;
-        let (snapshotter, key) = (&*self.container.snapshotter, &*self.container.snapshot_key);
-        let own = Snapshot { snapshotter, key };
+        let own = self.snapshot();
         let parent = containerd.parent_of(own).await?.unwrap_or_default();
         let view = format!("firn-{}-parent", self.lease);
-        let below = Snapshot {
-            snapshotter,
-            key: &view,
-        };
+        let below = Snapshot { key: &view, ..own };
         let left = containerd.view(below, &parent).await?;
         let right = containerd.mounts(&self.container).await?;
         let made = containerd.diff(left, right, media::LAYER).await;
@@ -313,10 +318,25 @@ impl Source {
     }
 }
 
+/// Chain id of the layers that a container began with.
+async fn chain(containerd: &Containerd, container: &Container) -> Result<Option<String>, CallError> {
+    if container.snapshot_key.is_empty() {
+        return Ok(None);
+    }
+    let own = Snapshot {
+        snapshotter: &container.snapshotter,
+        key: &container.snapshot_key,
+    };
+    let below = containerd.parent_of(own).await?;
+    Ok(below.filter(|below| oci_image::is_chain(below)))
+}
+
 /// A container that can be checkpointed, by what containerd knows of it.
 pub struct Candidate {
     pub container: Container,
     pub namespace: String,
+    /// Chain id of the layers that it began with; none if they are no image's.
+    pub chain: Option<String>,
     pid: u32,
     was_paused: bool,
     alone: Alone,
@@ -334,13 +354,33 @@ impl Candidate {
         }
     }
 
+    /// This node can send the image that the container began with: its tag may have been moved.
+    pub async fn expect_base_image(&self, containerd: &Containerd) -> Result<(), ImageError> {
+        let name = &self.container.image;
+        let target = containerd.image(name).await?.and_then(|image| image.target);
+        let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
+        let base = BaseImage::read(containerd, name, Part::here(target)).await?;
+        match &self.chain {
+            Some(chain) if *chain != base.chain => Err(ImageError::BaseMoved {
+                name: name.clone(),
+                chain: chain.clone(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Pid of its first process.
+    pub fn init(&self) -> i32 {
+        i32::try_from(self.pid).unwrap_or_default()
+    }
+
     /// The shim of somebody else takes no GPU memory into a checkpoint: CRIU fails, and the container has
     /// stood still for nothing.
     pub async fn expect_firn(&self) -> Result<(), CheckpointError> {
         if !self.container.spec().requests_gpu() {
             return Ok(());
         }
-        let pid = i32::try_from(self.pid).unwrap_or_default();
+        let pid = self.init();
         match aside("the look at its shim", move || other_shim(pid)).await? {
             None => Ok(()),
             Some(shim) => Err(CheckpointError::OtherShim {

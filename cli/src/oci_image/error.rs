@@ -22,6 +22,12 @@ pub enum ImageError {
         "see `ctr images list` and --namespace; `ctr images pull` brings it"
     )]
     NoImage { name: String },
+    #[error("image {name} is not the one that the container began with, whose layers are {chain}")]
+    #[problem(
+        "FIRN-BASE-MOVED",
+        "its tag was moved: pull that image by its digest and give it the name again (`ctr images tag`)"
+    )]
+    BaseMoved { name: String, chain: String },
     #[error("cannot {action}")]
     #[problem("FIRN-FILE", "see the cause, and `df` of that file system")]
     File { action: String, source: io::Error },

@@ -110,7 +110,8 @@ pub struct Index {
 }
 
 impl Index {
-    pub fn new(container: &Container, manifests: Vec<Part>) -> Self {
+    /// `below`: the snapshot that the container's own began with.
+    pub fn new(container: &Container, below: &str, manifests: Vec<Part>) -> Self {
         let runtime = container.runtime.as_ref().map_or("", |runtime| &runtime.name);
         let annotations = [
             (BASE, &*container.image),
@@ -118,12 +119,15 @@ impl Index {
             (SNAPSHOTTER, &container.snapshotter),
             (names::ANNOTATION_CONTAINER, &container.id),
         ];
+        // A snapshot of another name is no image's.
+        let chain = is_chain(below).then_some((names::ANNOTATION_BASE_CHAIN, below));
+        let annotations = annotations.into_iter().chain(chain);
         Self {
             schema_version: 2,
             manifests,
             annotations: annotations
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
-                .into(),
+                .collect(),
         }
     }
 
@@ -159,6 +163,13 @@ impl Index {
 
     pub fn base(&self) -> &str {
         self.annotations.get(BASE).map_or("", String::as_str)
+    }
+
+    /// Chain id of the base's layers, where firn has made the checkpoint.
+    pub fn base_chain(&self) -> Option<&str> {
+        self.annotations
+            .get(names::ANNOTATION_BASE_CHAIN)
+            .map(String::as_str)
     }
 
     pub fn runtime(&self) -> &str {
@@ -292,6 +303,13 @@ impl BaseImage {
         let own = (&*self.parts[manifest - 1].digest, &self.parts[manifest..]);
         above.chain([own]).collect()
     }
+}
+
+/// Whether a snapshot has the name of an image's layers.
+pub fn is_chain(snapshot: &str) -> bool {
+    snapshot
+        .strip_prefix("sha256:")
+        .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 /// The chain ids of OCI's image specification, from the lowest layer on.

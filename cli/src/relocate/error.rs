@@ -2,7 +2,7 @@
 
 use std::io;
 
-use firn_host::{Problem, ProblemLine};
+use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_transaction::transfer::{StaysHere, Transfer};
 
 use crate::checkpoint::CheckpointError;
@@ -24,6 +24,9 @@ pub enum MoveError {
         "as the message describes; --name and --gpus choose others, and --dry-run only checks"
     )]
     Target { target: String, id: String, why: String },
+    #[error("{}", .0.message)]
+    #[problem(_0.remedy())]
+    Source(ProblemReport),
     #[error("container {id} was not restored on {target}: {message}")]
     #[problem(
         "FIRN-MOVE-FAILED",

@@ -22,7 +22,7 @@ mod there;
 use std::time::Instant;
 
 use anyhow::Result;
-use firn_gpu::Gpu;
+use firn_remap::plan::GpuMap;
 use firn_transaction::end_proof::EndProof;
 use firn_transaction::transfer::Transfer;
 use serde::Serialize;
@@ -33,6 +33,7 @@ use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Candidate, Interrupts, Source};
 use crate::containerd::{CallError, ContainerSpec, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::output::{self, line, note, printed};
+use crate::restore::facts::Facts;
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::MoveError;
@@ -59,6 +60,8 @@ struct Relocation<'a> {
     ms: u64,
     /// Whether only both nodes were checked: --dry-run.
     dry_run: bool,
+    /// A pair for every GPU; absent if it has no GPU state.
+    map: Option<GpuMap>,
     /// The phases that have ended, in their order.
     phases: Vec<Step<'a>>,
 }
@@ -73,8 +76,10 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
         // Not in a future: it waits for firn-gpu.
         Ok(found) => {
             args.container.clone_from(&found.container.id);
-            let own = check::own_gpus(&found.container.spec());
-            block_on(moved(&args, found, own.as_ref(), &mut steps))?
+            match Facts::of(found.container.spec(), found.init(), found.chain.clone()) {
+                Ok(facts) => block_on(moved(&args, found, &facts, &mut steps))?,
+                Err(failure) => Err(MoveError::Source(failure)),
+            }
         }
         Err(error) => Err(error),
     };
@@ -89,6 +94,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
 
 fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {
     let (name, target, took) = (args.name(), &args.target, begun.elapsed());
+    let map: Option<GpuMap> = serde_json::from_value(answer["map"].clone()).unwrap_or_default();
     if args.json {
         return output::json(&Relocation {
             container: &args.container,
@@ -99,8 +105,12 @@ fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &St
             bytes,
             ms: text::ms(took),
             dry_run: args.dry_run,
+            map,
             phases: steps.ended(),
         });
+    }
+    for pair in map.iter().flat_map(GpuMap::pairs) {
+        line!("gpu     {} -> {}", pair.old, pair.new);
     }
     if args.dry_run {
         line!("nothing is in the way on {target}")
@@ -137,7 +147,7 @@ async fn find(args: &MoveArgs) -> Result<Candidate, MoveError> {
 async fn moved(
     args: &MoveArgs,
     found: Candidate,
-    own: Option<&(String, Vec<Gpu>)>,
+    facts: &Facts,
     steps: &mut Steps,
 ) -> Result<(u64, Value), MoveError> {
     let (limits, base) = (Limits::here(), found.container.image.clone());
@@ -147,13 +157,16 @@ async fn moved(
     };
     let mut interrupts = Interrupts::new()?;
     steps.begin("check");
-    let checked = interrupts.unless(there.checked(own)).await;
+    let checked = interrupts.unless(there.checked(facts)).await;
     let node = checked.ok_or_else(interrupted)??;
+    let containerd = connect(args).await?;
+    if !node.has_image {
+        found.expect_base_image(&containerd).await?;
+    }
     steps.end();
     if args.dry_run {
-        return Ok((0, Value::Null));
+        return Ok((0, serde_json::json!({ "map": node.map })));
     }
-    let containerd = connect(args).await?;
     let source = found.begin(&containerd).await?;
     // Not to be interrupted: whether it was paused would not be known. The shim has deadlines for it.
     let paused = source.pause(steps).await;

@@ -1,10 +1,11 @@
 //! What the other node does in a move: it is looked at, gets the checkpoint, restores it, and is looked at
 //! again.
 
-use std::io;
+use std::io::{self, Write};
+use std::process::ChildStdin;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_gpu::Gpu;
 use firn_transaction::transfer::{PROBATION, RunsElsewhere, Sighting, Transfer};
 use serde_json::Value;
 use tokio::time::{sleep, timeout};
@@ -19,6 +20,7 @@ use crate::containerd::{Task, TaskState};
 use crate::oci_image::{self, BaseImage, Blob, ImageError, Index, Layout, Part, media};
 use crate::outlet::Outlet;
 use crate::restore::check::Node;
+use crate::restore::facts::Facts;
 use crate::steps::Steps;
 
 /// The other node has failed to restore the container and to end what it began.
@@ -43,10 +45,11 @@ impl<'a> There<'a> {
         Self { args, limits, base }
     }
 
-    /// The node, if it can take the container.
-    pub async fn checked(&self, own: Option<&(String, Vec<Gpu>)>) -> Result<Node, MoveError> {
-        let node = self.look().await?;
-        match check::obstacle(&node, self.args.name(), own) {
+    /// The node, if it can take the container, as its own dry run decides.
+    pub async fn checked(&self, facts: &Facts) -> Result<Node, MoveError> {
+        let facts = serde_json::to_vec(facts).unwrap_or_default();
+        let node = self.look(facts).await?;
+        match check::obstacle(&node, self.args.name()) {
             Some(why) => Err(MoveError::Target {
                 target: self.args.target.clone(),
                 id: self.args.container.clone(),
@@ -56,26 +59,17 @@ impl<'a> There<'a> {
         }
     }
 
-    async fn look(&self) -> Result<Node, MoveError> {
-        let (name, namespace) = (self.args.name(), &*self.args.containerd.namespace);
-        let words = [
-            "restore",
-            "-",
-            "--check",
-            self.base,
-            "--name",
-            name,
-            "--namespace",
-            namespace,
-            "--json",
-        ];
+    /// `facts`: of the container, if it is to be asked whether it would be restored.
+    async fn look(&self, facts: Vec<u8>) -> Result<Node, MoveError> {
+        let mut words = vec!["restore", "-", "--check", self.base];
+        words.extend(self.choices());
         let failed = |message: String| MoveError::Ssh {
             target: self.args.target.clone(),
             message,
         };
         let remote = Remote::start(self.args, &words);
         let (remote, stdin) = remote.map_err(|error| failed(format!("{}: {error}", self.args.ssh)))?;
-        drop(stdin);
+        write_aside(stdin, facts);
         let answer = remote.answer(self.limits.look).await;
         let answer = answer.map_err(|why| failed(format!("{}: {why}", self.args.remote_firn)))?;
         let shown = answer.to_string();
@@ -135,8 +129,15 @@ impl<'a> There<'a> {
 
     /// The command that restores the stream.
     fn words(&self) -> Vec<&'a str> {
+        let mut words = vec!["restore", "-"];
+        words.extend(self.choices());
+        words
+    }
+
+    /// The container there, and its GPUs.
+    fn choices(&self) -> Vec<&'a str> {
         let (name, namespace) = (self.args.name(), &*self.args.containerd.namespace);
-        let mut words = vec!["restore", "-", "--name", name, "--namespace", namespace, "--json"];
+        let mut words = vec!["--name", name, "--namespace", namespace, "--json"];
         if let Some(gpus) = &self.args.gpus {
             words.extend(["--gpus", gpus]);
         }
@@ -181,7 +182,7 @@ impl<'a> There<'a> {
         let (first, begun) = (Sighting::now(pid), Instant::now());
         sleep(PROBATION).await;
         loop {
-            let looked = self.look().await;
+            let looked = self.look(Vec::new()).await;
             let again = match looked {
                 Ok(node) => self.sighting(node.task.as_ref(), pid)?,
                 Err(_) if begun.elapsed() < LOOKS => {
@@ -236,6 +237,16 @@ impl<'a> There<'a> {
             seconds: self.limits.checkpoint.as_secs(),
         }
     }
+}
+
+/// Writes what a command reads, and closes its input. In a thread: who does not read it may not end either.
+fn write_aside(mut stdin: ChildStdin, facts: Vec<u8>) {
+    let write = move || {
+        // A command that does not read it answers nevertheless, or not at all.
+        let _written = stdin.write_all(&facts);
+    };
+    // Without a thread its input is closed at once, and it answers that it has no facts.
+    let _started = thread::Builder::new().name("facts".to_owned()).spawn(write);
 }
 
 /// Whether the other node answers that nothing runs there: a failure that may have left a task does not.

@@ -1,17 +1,26 @@
 //! What `firn move` on another node has to know of this one before it begins.
 
-use firn_config::{Config, Keys};
-use firn_gpu::Inventory;
+use std::io::{self, Read};
+
+use firn_oci::Spec;
+use firn_remap::plan::GpuMap;
 use serde::{Deserialize, Serialize};
 
 use super::error::RestoreError;
+use super::facts::Facts;
+use super::gpus::{self, NodeGpus};
+use super::plan::Plan;
+use super::room;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Containerd, Snapshot, Task, block_on};
+use crate::oci_image::{BaseImage, ImageError, Part};
 use crate::output::{self, Printed};
-use crate::program;
 
 /// containerd's usual snapshotter: that of a container that is not there is not known.
 const SNAPSHOTTER: &str = "overlayfs";
+
+/// Most bytes of facts that are read.
+const MAX_FACTS: u64 = 32 << 20;
 
 /// What is known of this node. The firn that reads it is of the same release: it has no schema.
 #[derive(Serialize, Deserialize)]
@@ -19,32 +28,73 @@ pub struct Node {
     pub version: String,
     /// Whether there is a container or a snapshot of the name.
     pub exists: bool,
+    /// Whether it has the image that the container began with.
     pub has_image: bool,
     /// The task of the container of that name.
     pub task: Option<Task>,
-    pub inventory: Option<Inventory>,
+    /// Why it would not restore the container, with code and hint.
+    #[serde(default)]
+    pub failure: Option<String>,
+    /// The GPUs that it would get; none if it has none.
+    #[serde(default)]
+    pub map: Option<GpuMap>,
 }
 
 impl Printed for Node {}
 
-/// Prints it.
+/// Prints it. Standard input has the facts of the container, or nothing.
 pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
-    let inventory = Config::load(Keys::RESTORE)
-        .ok()
-        .and_then(|config| program::inventory(&config).ok());
-    match block_on(look(args, image))? {
-        Ok(found) => {
-            output::json(&Node {
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-                exists: found.exists,
-                has_image: found.has_image,
-                task: found.task,
-                inventory,
-            })?;
-            Ok(true)
-        }
-        Err(error) => output::failed(true, error.shown()),
+    let facts = match read() {
+        Ok(facts) => facts,
+        Err(error) => return output::failed(true, error.shown()),
+    };
+    let chain = facts.as_ref().and_then(|facts| facts.chain.clone());
+    let content = match block_on(look(args, image, chain.as_deref()))? {
+        Ok(content) => content,
+        Err(error) => return output::failed(true, error.shown()),
+    };
+    let planned = match facts {
+        // The name is known to be taken.
+        Some(facts) if !content.exists => planned(args, facts),
+        _ => Ok(None),
+    };
+    let (map, failure) = match planned {
+        Ok(map) => (map, None),
+        Err(error) => (None, Some(error.shown())),
+    };
+    output::json(&Node {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        exists: content.exists,
+        has_image: content.has_image,
+        task: content.task,
+        failure,
+        map,
+    })?;
+    Ok(true)
+}
+
+fn read() -> Result<Option<Facts>, RestoreError> {
+    let mut text = Vec::new();
+    let read = io::stdin().lock().take(MAX_FACTS).read_to_end(&mut text);
+    read.map_err(ImageError::file("read the facts of the container"))?;
+    if text.is_empty() {
+        return Ok(None);
     }
+    let facts = serde_json::from_slice(&text);
+    facts
+        .map(Some)
+        .map_err(|error| RestoreError::Node(error.to_string()))
+}
+
+/// The GPUs that the container would get here.
+fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreError> {
+    room::expect_memory(facts.bytes).map_err(|error| RestoreError::Plan(error.into()))?;
+    room::expect_disk(facts.bytes, &args.work_dir).map_err(|error| RestoreError::Plan(error.into()))?;
+    let node = NodeGpus::read(None, &args.containerd.socket.address)?;
+    let mut spec = Spec::from(facts.spec);
+    gpus::choose(args, Some(&node), &mut spec, facts.manifest.as_ref())?;
+    let plan = Plan::make(&node, spec, facts.manifest, &args.work_dir)?;
+    Ok(plan.map().cloned())
 }
 
 /// What containerd has here.
@@ -54,7 +104,7 @@ struct LocalContent {
     task: Option<Task>,
 }
 
-async fn look(args: &RestoreArgs, image: &str) -> Result<LocalContent, RestoreError> {
+async fn look(args: &RestoreArgs, image: &str, chain: Option<&str>) -> Result<LocalContent, RestoreError> {
     let at = &args.containerd;
     let containerd = Containerd::connect(&at.socket.address, &at.namespace).await?;
     let id = args.name.as_deref().unwrap_or_default();
@@ -69,7 +119,23 @@ async fn look(args: &RestoreArgs, image: &str) -> Result<LocalContent, RestoreEr
     };
     Ok(LocalContent {
         exists,
-        has_image: containerd.image(image).await?.is_some(),
+        has_image: has_image(&containerd, image, chain).await?,
         task: containerd.task(id).await?,
     })
+}
+
+/// Whether containerd has an image of this name with these layers. One that cannot be read whole is none.
+pub async fn has_image(
+    containerd: &Containerd,
+    name: &str,
+    chain: Option<&str>,
+) -> Result<bool, RestoreError> {
+    let Some(target) = containerd.image(name).await?.and_then(|image| image.target) else {
+        return Ok(false);
+    };
+    match BaseImage::read(containerd, name, Part::here(target)).await {
+        Ok(base) => Ok(chain.is_none_or(|chain| chain == base.chain)),
+        Err(ImageError::Call(error)) if !error.is_absent() => Err(error.into()),
+        Err(_) => Ok(false),
+    }
 }

@@ -61,43 +61,50 @@ pub(super) async fn spec(containerd: &Containerd, index: &Index) -> Result<(Stri
 }
 
 /// The image of the root file system: containerd's, or one that comes with the checkpoint.
+///
+/// The first whose layers are those that the container began with: a tag may have been moved since.
 pub(super) async fn base(
     containerd: &Containerd,
     index: &Index,
     made: Option<&mut Creations>,
 ) -> Result<BaseImage, RestoreError> {
-    let name = index.base();
-    let image = containerd.image(name).await?.and_then(|image| image.target);
-    let brought = index
-        .manifests
-        .iter()
-        .find(|part| media::IMAGES.contains(&&*part.media_type));
-    let (part, is_new) = match (image, brought) {
-        (Some(target), _) => (Part::here(target), false),
-        (None, Some(part)) => (part.clone(), true),
-        (None, None) => {
-            return Err(ImageError::NoImage {
-                name: name.to_owned(),
-            }
-            .into());
+    let (name, chain) = (index.base(), index.base_chain());
+    let here = containerd.image(name).await?.and_then(|image| image.target);
+    let is_new = here.is_none();
+    let mut parts = index.manifests.iter();
+    let brought = parts.find(|part| media::IMAGES.contains(&&*part.media_type));
+    let parts = here.map(Part::here).into_iter().chain(brought.cloned());
+    let mut base = None;
+    for part in parts {
+        let read = BaseImage::read(containerd, name, part).await?;
+        if chain.is_none_or(|chain| chain == read.chain) {
+            base = Some(read);
+            break;
         }
+    }
+    let name = || name.to_owned();
+    let Some(base) = base else {
+        return Err(match chain {
+            Some(chain) if !is_new => ImageError::BaseMoved {
+                name: name(),
+                chain: chain.to_owned(),
+            },
+            _ => ImageError::NoImage { name: name() },
+        }
+        .into());
     };
-    let base = BaseImage::read(containerd, name, part).await?;
     if let (true, Some(made)) = (is_new, made) {
         for (digest, keeps) in base.keeps() {
             containerd.label_blob(digest, oci_image::labels(keeps)).await?;
         }
-        let target = base.parts.first().map(Part::descriptor);
-        let (name, labels) = (name.to_owned(), std::collections::HashMap::new());
-        containerd
-            .create_image(Image {
-                name: name.clone(),
-                labels,
-                target,
-                created_at: None,
-            })
-            .await?;
-        made.image = Some(name);
+        let image = Image {
+            name: name(),
+            labels: std::collections::HashMap::new(),
+            target: base.parts.first().map(Part::descriptor),
+            created_at: None,
+        };
+        containerd.create_image(image).await?;
+        made.image = Some(name());
     }
     Ok(base)
 }

@@ -1,16 +1,16 @@
 //! A dry run for a spec or for GPUs that are given: containerd is asked for nothing but the checkpoint, if it
 //! has it.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use firn_gpu::{Backend, CudaState, GpuUuid, Inventory, SourceGpu};
-use firn_host::{Problem, ProblemReport};
-use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
-use firn_oci::{Spec, job_hook, mounts};
+use firn_gpu::protocol::GpuMemory;
+use firn_host::Problem;
+use firn_image::manifest::Manifest;
+use firn_oci::Spec;
 
 use super::error::RestoreError;
+use super::facts::manifest_of;
 use super::gpus::{self, NodeGpus};
 use super::plan::Plan;
 use super::{Restored, STDIN};
@@ -97,7 +97,7 @@ fn of_container(
             Some(here) => here,
             None => node.inventory()?,
         };
-        match manifest_of(&own, here) {
+        match manifest_of(&own, here, &GpuMemory::new()) {
             Ok(manifest) => Some(manifest),
             Err(failure) => return Ok(Err(RestoreError::Plan(failure))),
         }
@@ -108,41 +108,4 @@ fn of_container(
     let chosen = gpus::choose(args, Some(node), &mut spec, manifest.as_ref());
     let planned = chosen.and_then(|()| Plan::make(node, spec, manifest, bundle));
     Ok(planned.map(Restored::planned))
-}
-
-/// The manifest that a checkpoint would have, as far as a plan needs it.
-fn manifest_of(spec: &Spec, here: &Inventory) -> Result<Manifest, ProblemReport> {
-    let node = firn_preflight::check_node(here, Some(spec)).accepted()?;
-    let gpus: Vec<_> = node.gpus.iter().map(SourceGpu::from).collect();
-    let uuids: Vec<GpuUuid> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-    let manifest = Manifest {
-        checkpoint: String::new(),
-        origin: None,
-        hooks: BTreeMap::new(),
-        backend: Backend::Nvidia,
-        dump: DumpFlags::default(),
-        driver: Some(DriverVersion {
-            driver: here.driver_version.clone(),
-            cuda: here.cuda_version,
-        }),
-        topology: here.topology.of(&uuids),
-        gpus,
-        // One is enough for the image to have GPU state.
-        processes: vec![CheckpointedProcess {
-            pid: 1,
-            restore_tid: 1,
-            state: CudaState::Running,
-        }],
-        inherited_gpus: Vec::new(),
-        released_gpus: None,
-        bulk: None,
-        mounts: mounts::required(spec)?,
-        versions: Versions::default(),
-        images: Vec::new(),
-    };
-    Ok(if job_hook::releases_devices(spec) {
-        manifest.without_devices()
-    } else {
-        manifest
-    })
 }

@@ -3,15 +3,21 @@
 use std::path::Path;
 
 use anyhow::Context;
-use firn_config::{Config, Keys, names};
-use firn_gpu::Inventory;
+use firn_config::{Config, Keys, RemapPolicy, names};
+use firn_gpu::{Gpu, Inventory};
+use firn_host::ProblemReport;
 use firn_image::manifest::Manifest;
 use firn_oci::Spec;
-use firn_remap::GpuAssignment;
+use firn_remap::{AssignmentError, GpuAssignment, Grant};
+use firn_transaction::lease::{Lease, name_holders};
 
 use super::error::RestoreError;
+use super::room::expect_restorer;
 use crate::args::restore::RestoreArgs;
 use crate::program;
+
+/// The word that leaves the choice of GPUs to firn.
+const AUTO: &str = "auto";
 
 /// What is to be done.
 pub enum Mode {
@@ -25,9 +31,14 @@ impl Mode {
     /// What the command line wants. Runs firn-gpu: not to be called by a future.
     pub fn read(args: &RestoreArgs) -> Result<Self, RestoreError> {
         if args.dry_run {
-            return Ok(Self::DryRun(NodeGpus::read(args.inventory.as_deref())?));
+            let there = args.inventory.as_deref();
+            return Ok(Self::DryRun(NodeGpus::read(
+                there,
+                &args.containerd.socket.address,
+            )?));
         }
-        let gpus = args.gpus.is_some().then(|| NodeGpus::read(None)).transpose()?;
+        let read = || NodeGpus::read(None, &args.containerd.socket.address);
+        let gpus = args.gpus.is_some().then(read).transpose()?;
         Ok(Self::Restore(gpus))
     }
 
@@ -46,12 +57,14 @@ pub struct NodeGpus {
     pub config: Config,
     /// Whether it is another node, of which only the GPUs are known.
     pub is_there: bool,
+    /// Why containerd's shims here restore nothing; not known of another node.
+    pub failure: Option<ProblemReport>,
     inventory: Result<Inventory, String>,
 }
 
 impl NodeGpus {
-    /// Of this node, or of another one whose inventory is in a file.
-    fn read(there: Option<&Path>) -> Result<Self, RestoreError> {
+    /// Of this node, whose containerd listens on `socket`, or of another one whose inventory is in a file.
+    pub fn read(there: Option<&Path>, socket: &Path) -> Result<Self, RestoreError> {
         let config = Config::load(Keys::RESTORE)?;
         let inventory = match there {
             Some(file) => program::read_inventory(file),
@@ -60,8 +73,48 @@ impl NodeGpus {
         Ok(Self {
             config,
             is_there: there.is_some(),
+            failure: match there {
+                Some(_) => None,
+                None => expect_restorer(socket).err(),
+            },
             inventory: inventory.map_err(|error| format!("{error:#}")),
         })
+    }
+
+    /// Names of the GPUs to choose among: those of the configuration, or all. Of these, those that no
+    /// container has, if they are enough.
+    fn free(&self, needed: usize) -> Result<Vec<String>, RestoreError> {
+        let (inventory, pool) = (self.inventory()?, &self.config.restore.gpus);
+        let gpus = match &**pool {
+            [] => inventory.gpus.clone(),
+            pool => {
+                Grant::named(inventory, pool, "gpus in the configuration")
+                    .map_err(AssignmentError::from)?
+                    .gpus
+            }
+        };
+        let taken = if self.is_there {
+            Vec::new()
+        } else {
+            Lease::taken_by_others(0).unwrap_or_default()
+        };
+        let is_free = |gpu: &&Gpu| gpu.node.as_ref().is_none_or(|node| !taken.contains(&node.id()));
+        let free: Vec<&Gpu> = gpus.iter().filter(is_free).collect();
+        let chosen = if free.len() >= needed {
+            free
+        } else {
+            gpus.iter().collect()
+        };
+        Ok(chosen.iter().map(|gpu| gpu.uuid.to_string()).collect())
+    }
+
+    /// Adds which containers of this node have a GPU without room.
+    pub fn with_holders(&self, error: AssignmentError, spec: &Spec) -> AssignmentError {
+        if self.is_there {
+            error
+        } else {
+            name_holders(error, spec)
+        }
     }
 
     pub fn inventory(&self) -> Result<&Inventory, RestoreError> {
@@ -105,16 +158,23 @@ fn among(gpus: &str, node: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> R
         .object_mut("annotations")
         .map_err(|error| RestoreError::Plan(error.into()))?;
     annotations.remove(names::ANNOTATION_GPU_MAP);
-    let names = gpus.split(',').map(|name| name.trim().to_owned());
-    let names: Vec<String> = names.filter(|name| !name.is_empty()).collect();
-    let (named, had) = (names.len(), manifest.gpus.len());
-    if named != had {
-        return Err(RestoreError::GpuCount { named, had });
-    }
+    let had = manifest.gpus.len();
     let mut restore = node.config.restore.clone();
-    restore.gpus = names;
+    if gpus == AUTO {
+        restore.gpus = node.free(had)?;
+        restore.policy = RemapPolicy::Subset;
+        annotations.remove(names::ANNOTATION_REMAP_POLICY);
+    } else {
+        let names = gpus.split(',').map(|name| name.trim().to_owned());
+        restore.gpus = names.filter(|name| !name.is_empty()).collect();
+        let named = restore.gpus.len();
+        if named != had {
+            return Err(RestoreError::GpuCount { named, had });
+        }
+    }
     restore.gpu_map = Vec::new();
-    let assignment = GpuAssignment::make(spec, manifest, node.inventory()?, &restore)?;
+    let assignment = GpuAssignment::make(spec, manifest, node.inventory()?, &restore)
+        .map_err(|error| node.with_holders(error, spec))?;
     let pairs = assignment.map.pairs().iter();
     let pairs = pairs.map(|pair| format!("{}={}", pair.old, pair.new));
     Ok(pairs.collect::<Vec<_>>().join(","))

@@ -6,12 +6,14 @@ mod copy;
 pub mod dir;
 mod error;
 mod explain;
+pub mod facts;
 mod given;
 mod gpus;
 mod into;
 mod made;
 mod named;
 mod plan;
+mod room;
 pub mod unpack;
 
 use std::path::{Path, PathBuf};

@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::ProblemReport;
-use firn_image::manifest::Manifest;
+use firn_image::manifest::{self, Manifest};
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
 use firn_remap::{Basis, GpuAssignment, Grant};
@@ -19,6 +19,7 @@ use serde_json::json;
 
 use super::error::RestoreError;
 use super::gpus::NodeGpus;
+use super::room;
 use crate::cdi;
 use crate::output::line;
 use crate::view::View;
@@ -120,6 +121,13 @@ impl Plan {
         manifest: Option<Manifest>,
         bundle: &Path,
     ) -> Result<Self, RestoreError> {
+        if let Some(failure) = &node.failure {
+            return Err(RestoreError::Plan(failure.clone()));
+        }
+        if let Some(manifest) = manifest.as_ref().filter(|_| !node.is_there) {
+            let needed = manifest::size(&manifest.images, manifest.bulk.as_ref());
+            room::expect_memory(needed).map_err(|error| RestoreError::Plan(error.into()))?;
+        }
         let config = &node.config;
         let there = node.is_there.then(|| node.inventory()).transpose()?;
         let (spec, by_names) = created(spec, config, there)?;
@@ -140,7 +148,8 @@ impl Plan {
             }
             Some(manifest) if manifest.has_gpu_state() => {
                 let inventory = node.inventory()?;
-                let assignment = GpuAssignment::make(&spec, &manifest, inventory, &config.restore)?;
+                let assignment = GpuAssignment::make(&spec, &manifest, inventory, &config.restore)
+                    .map_err(|error| node.with_holders(error, &spec))?;
                 mounts(&manifest, inventory)?;
                 PlannedGpus::Mapped {
                     source: manifest.gpus,
@@ -162,6 +171,14 @@ impl Plan {
                 .filter_map(|(is_so, what)| is_so.then_some(what))
                 .collect(),
         })
+    }
+
+    /// The GPUs that the container would get in the place of its own; none if it has no GPU state.
+    pub fn map(&self) -> Option<&GpuMap> {
+        match &self.gpus {
+            PlannedGpus::Mapped { assignment, .. } => Some(&assignment.map),
+            PlannedGpus::None | PlannedGpus::DeviceFree(_) => None,
+        }
     }
 
     /// For people.

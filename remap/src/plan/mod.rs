@@ -9,7 +9,7 @@
 //! A [`MapPolicy`] chooses one of these maps. The policies that search keep NVLinks: a program that reached a
 //! GPU over NVLink continues to assume that it can.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use firn_gpu::{Gpu, GpuPair, GpuUuid, SourceGpu, Topology};
 
@@ -60,7 +60,7 @@ pub struct PlanRequest<'a> {
 }
 
 /// A pair for every source GPU, in the source's minor order.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct GpuMap(Vec<GpuPair>);

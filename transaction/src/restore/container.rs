@@ -7,7 +7,6 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_gpu::protocol::GpuMemory;
 use firn_host::procfs;
 use firn_image::criu::was_stopped;
 use firn_image::manifest::{CheckpointedProcess, InheritedGpus, Verified};
@@ -126,10 +125,8 @@ impl<S: FnOnce(&mut Command) + Send> effects::Gpu for RestoreEffects<'_, S> {
     }
 
     async fn gpu_restore(&mut self, pids: &[i32]) -> Result<(), Cause> {
-        // How much memory they had is not in the image.
-        let restore = self
-            .driver
-            .restore(pids, &self.gpu.pairs, GpuMemory::new(), Vec::new());
+        let needs = self.gpu.needs.clone();
+        let restore = self.driver.restore(pids, &self.gpu.pairs, needs, pids.to_vec());
         unless_cancelled(self.transaction.cancel(), restore).await?;
         Ok(())
     }

@@ -54,6 +54,8 @@ pub enum Refusal {
         "see that the archive is complete and that the disk is not full: image-cap under [restore] limits it"
     )]
     Layer { layer: PathBuf, output: String },
+    #[error(transparent)]
+    Node(#[from] firn_preflight::Refusal),
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
     #[error(transparent)]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_config::{Config, Keys, Tcp, find_criu_plugin, find_program, names};
+use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
 use firn_image::manifest::{self, DumpFlags, Manifest, Memory, Verified};
@@ -17,6 +18,7 @@ use firn_oci::job_hook::{
     Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
 };
 use firn_oci::{Spec, dev_repair, edit, mounts};
+use firn_preflight::expect_criu;
 use firn_process::OrWarn;
 use firn_process::blocking::{Left, stoppable};
 use firn_process::cancel::{CancellationToken, Interrupted};
@@ -32,6 +34,7 @@ use crate::configured::configured;
 use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
 use crate::job_hook::{self, HookError, address};
+use crate::lease;
 use crate::look;
 use crate::memory::Copier;
 use crate::memory_owner::{self, Chosen};
@@ -131,6 +134,7 @@ impl Preparation<'_> {
             return Err(Refusal::NoGpuRequested);
         }
         self.runc.expect_runc().await?;
+        expect_criu(&std::env::var_os("PATH").unwrap_or_default())?;
         self.find_free_cgroup(&mut spec)?;
         let config = Config::load(Keys::RESTORE)?;
         let worker = find_program(names::WORKER_PROGRAM, config.worker.path.as_deref())?;
@@ -144,9 +148,9 @@ impl Preparation<'_> {
         } else {
             Inventory::default()
         };
-        let pairs = if device_free {
+        let (pairs, needs) = if device_free {
             device_free::give(self.id, &mut spec, manifest, &inventory, &config, facts)?;
-            Vec::new()
+            (Vec::new(), GpuMemory::new())
         } else {
             self.assign(&mut spec, manifest, &inventory, &config, facts)?
         };
@@ -174,6 +178,7 @@ impl Preparation<'_> {
             device_free,
             has_nvidia: spec.requests_gpu(),
             pairs,
+            needs,
             processes: manifest.processes.clone(),
             inherited: manifest.inherited_gpus.clone(),
             criu,
@@ -235,7 +240,8 @@ impl Preparation<'_> {
         }
     }
 
-    /// Gives the spec the GPUs that replace those of the checkpoint. Returns the map for the driver.
+    /// Gives the spec the GPUs that replace those of the checkpoint. Returns the map for the driver, and how
+    /// much memory is needed on each.
     fn assign(
         self,
         spec: &mut Spec,
@@ -243,8 +249,9 @@ impl Preparation<'_> {
         inventory: &Inventory,
         config: &Config,
         facts: Option<&mut Facts>,
-    ) -> Result<Vec<GpuPair>, Refusal> {
-        let decision = GpuAssignment::make(spec, manifest, inventory, &config.restore)?;
+    ) -> Result<(Vec<GpuPair>, GpuMemory), Refusal> {
+        let decision = GpuAssignment::make(spec, manifest, inventory, &config.restore)
+            .map_err(|error| lease::name_holders(error, spec))?;
         for pair in decision.map.pairs() {
             log::info!("gpu map: {} -> {}", pair.old, pair.new);
         }
@@ -256,7 +263,7 @@ impl Preparation<'_> {
         }
         let edited = edit::replace_gpus(spec, &decision.targets(), &inventory.common_nodes)?;
         log::debug!("spec edited for the target's GPUs: {edited:?}");
-        Ok(decision.map.for_driver().to_vec())
+        Ok((decision.map.for_driver().to_vec(), decision.needs(&manifest.gpus)))
     }
 
     /// Gives the spec the mounts that the checkpoint needs, and logs which of them differ.

@@ -5,12 +5,12 @@ use std::path::Path;
 use std::process::Child;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{BUNDLES, Container, GpuHost, STOCK, failure, on};
-use firn_node::{Platform, wait_for};
+use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, failure, on};
+use firn_node::{Image, Platform, wait_for};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::{LIMIT, counter, host, nothing_left};
+use super::{LIMIT, copy, counter, host, nothing_left};
 
 /// `firn` with these words fails with this code, and names a remedy.
 pub fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<String> {
@@ -32,6 +32,68 @@ fn watch(host: &GpuHost) -> Result<Child> {
         Ok(host.node().path("/srv/events").exists().then_some(()))
     })?;
     Ok(watching)
+}
+
+/// Refused before anything is read or made, with who is there and where there is room.
+pub fn a_gpu_without_room_refuses_a_restore(platform: Platform) -> Result<()> {
+    on([host(platform, "to-full", 1)?], |[host]| {
+        let job = Container::count(host, "job", &["0"], 1, &["--reserve-mib", "540"])?;
+        job.goes_on(3)?;
+        host.firn(&["checkpoint", "job", "/srv/job.tar"])?;
+        let expect = |output: &str| {
+            for part in ["container job of namespace default has it", "there is room on"] {
+                ensure!(output.contains(part), "{part}: {output}");
+            }
+            Ok(())
+        };
+        let restore = ["restore", "/srv/job.tar", "--name", "job2"];
+        expect(&refused(host, &restore, "FIRN-GPU-OCCUPIED")?)?;
+        let planned = failure(
+            host.node()
+                .run(&[&["firn"], &restore[..], &["--dry-run"]].concat()),
+        )?;
+        ensure!(planned.contains("FIRN-GPU-OCCUPIED: "), "{planned}");
+        expect(&planned)?;
+        Container::known(host, "job2").nothing_left()?;
+        job.goes_on(3)?;
+        // A second one chooses the free GPU, and a third one finds none.
+        host.firn(&[&restore[..], &["--gpus", "auto"]].concat())?;
+        let second = copy(host, "job2", &host.uuids()[1..])?;
+        let third = ["restore", "/srv/job.tar", "--name", "job3", "--gpus", "auto"];
+        let output = refused(host, &third, "FIRN-GPU-OCCUPIED")?;
+        ensure!(!output.contains("there is room"), "{output}");
+        second.remove()?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.node().run(&["rm", "/srv/job.tar"])?;
+        nothing_left(host)?;
+        host.idle()
+    })
+}
+
+/// The layers of the base are compared, not its name.
+pub fn an_image_whose_tag_was_moved_is_not_taken_for_the_base(platform: Platform) -> Result<()> {
+    on([host(platform, "to-tag", 1)?], |[host]| {
+        let job = counter(host)?;
+        host.firn(&["checkpoint", "job", "/srv/job.tar"])?;
+        job.remove()?;
+        let node = host.node();
+        node.run(&["ctr", "images", "tag", IMAGE, "localhost/kept:latest"])?;
+        Image::new(IMAGE).import(node)?;
+        for dry in [&[][..], &["--dry-run"]] {
+            let words = [&["restore", "/srv/job.tar"], dry].concat();
+            let output = failure(node.run(&[&["firn"], &words[..]].concat()))?;
+            ensure!(output.contains("FIRN-BASE-MOVED: "), "{output}");
+            Container::known(host, "job").nothing_left()?;
+        }
+        node.run(&["ctr", "images", "tag", "--force", "localhost/kept:latest", IMAGE])?;
+        node.run(&["ctr", "images", "delete", "localhost/kept:latest"])?;
+        host.firn(&["restore", "/srv/job.tar"])?;
+        copy(host, "job", &host.uuids()[..1])?.remove()?;
+        node.run(&["rm", "/srv/job.tar"])?;
+        nothing_left(host)?;
+        host.idle()
+    })
 }
 
 pub fn what_is_in_the_way_is_refused_before_the_pause(platform: Platform) -> Result<()> {

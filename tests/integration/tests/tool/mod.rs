@@ -267,6 +267,8 @@ pub(crate) fn suite() -> matrix::Suite {
         a_restore_chooses_name_and_gpus [FORKY, TRIXIE];
         a_file_goes_to_another_node_and_ctr_imports_it [FORKY, TRIXIE];
         a_directory_is_restored_into_its_container [FORKY, TRIXIE];
+        failures::a_gpu_without_room_refuses_a_restore [FORKY, TRIXIE];
+        failures::an_image_whose_tag_was_moved_is_not_taken_for_the_base [FORKY];
         failures::what_is_in_the_way_is_refused_before_the_pause [FORKY, TRIXIE];
         failures::a_failure_leaves_nothing_and_the_container_runs [FORKY, TRIXIE];
         failures::an_interrupted_checkpoint_leaves_nothing [FORKY, TRIXIE];
@@ -274,6 +276,7 @@ pub(crate) fn suite() -> matrix::Suite {
         failures::layers_of_other_content_make_no_snapshot [FORKY, TRIXIE];
         moves::a_container_moves_to_another_node [FORKY, TRIXIE];
         moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
+        moves::a_busy_gpu_is_seen_before_the_pause_and_another_one_chosen [FORKY, TRIXIE];
         moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
         moves::a_lost_answer_leaves_the_source_paused [FORKY];
         moves::a_node_that_stalls_holds_nothing [FORKY];

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, IMAGE, failure, on};
-use firn_node::{Node, Platform, wait_for};
+use firn_node::{Image, Node, Platform, wait_for};
 use serde_json::Value;
 
 use super::{LIMIT, copy, counter, host, nothing_left};
@@ -172,15 +172,63 @@ pub fn a_node_that_cannot_take_it_is_refused_before_the_pause(platform: Platform
             );
             other.remove()?;
             not_moved(a, &["--remote-firn", "/nowhere/firn"], "FIRN-MOVE-SSH")?;
-            ensure!(job.status()? == "RUNNING");
-            // What only the checkpoint shows is refused there.
-            let output = not_moved(a, &["--gpus", "7"], "FIRN-MOVE-FAILED")?;
-            ensure!(output.contains("FIRN-GPU-UNKNOWN: "), "{output}");
+            let refused = |more: &[&str], code: &str| {
+                for dry in [&["--dry-run"][..], &[]] {
+                    let output = not_moved(a, &[more, dry].concat(), "FIRN-MOVE-TARGET")?;
+                    ensure!(output.contains(&format!("{code}: ")), "{code}: {output}");
+                    ensure!(!output.contains("pause: "), "it stood still: {output}");
+                }
+                ensure!(job.status()? == "RUNNING");
+                Ok(())
+            };
+            refused(&["--gpus", "7"], "FIRN-GPU-UNKNOWN")?;
+            refused(&["--gpus", "0,1"], "FIRN-GPU-COUNT")?;
+            refused(&["--gpu-map", "GPU-1=2"], "FIRN-MAP-SYNTAX")?;
+            b.node().run(&[
+                "sh",
+                "-c",
+                "command -v criu >/srv/at && mv $(cat /srv/at) /srv/criu",
+            ])?;
+            refused(&[], "FIRN-CRIU-MISSING")?;
+            b.node().run(&["sh", "-c", "mv /srv/criu $(cat /srv/at)"])?;
             job.goes_on(3)?;
             knows_nothing(b)
         })?;
         job.remove()?;
         a.idle()
+    })
+}
+
+/// The other node's dry run, with the container's GPU memory and base image.
+pub fn a_busy_gpu_is_seen_before_the_pause_and_another_one_chosen(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-busy")?, |[a, b]| {
+        let job = Container::count(a, "job", &["0"], 1, &["--reserve-mib", "250"])?;
+        job.goes_on(3)?;
+        let big = Container::count(b, "big", &["0"], 1, &["--reserve-mib", "800"])?;
+        big.goes_on(3)?;
+        join(a, b, || {
+            for dry in [&["--dry-run"][..], &[]] {
+                let output = not_moved(a, dry, "FIRN-MOVE-TARGET")?;
+                for part in [
+                    "FIRN-GPU-OCCUPIED: ",
+                    "container big of namespace default has it",
+                    &format!("there is room on {}", b.uuids()[1]),
+                ] {
+                    ensure!(output.contains(part), "{part}: {output}");
+                }
+                ensure!(job.status()? == "RUNNING", "it stands still");
+            }
+            let planned = moved(a, &["--gpus", "auto", "--dry-run"])?;
+            ensure!(planned["map"][0]["new"] == b.uuids()[1].as_str(), "{planned}");
+            // The tag of the image leads to another one here.
+            Image::new(IMAGE).import(b.node())?;
+            moved(a, &["--gpus", "auto"])?;
+            copy(b, "job", &b.uuids()[1..])?.remove()?;
+            big.goes_on(3).map(drop)
+        })?;
+        big.remove()?;
+        a.idle()?;
+        b.idle()
     })
 }
 

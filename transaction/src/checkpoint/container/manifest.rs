@@ -1,6 +1,6 @@
 //! Writes the manifest of a complete image.
 
-use firn_gpu::{CudaProcess, CudaState};
+use firn_gpu::{CudaProcess, CudaState, SourceGpu};
 use firn_host::procfs;
 use firn_host::{Chain, clock};
 use firn_image::manifest::{self, Manifest, Origin};
@@ -72,6 +72,17 @@ impl ContainerEffects<'_> {
         }
     }
 
+    /// The container's GPUs with the memory that its processes had on each.
+    fn with_memory(&self, gpus: Vec<SourceGpu>) -> Vec<SourceGpu> {
+        let parked = self.progress.parked.as_ref().map(|parked| &parked.memory);
+        let memory = parked.unwrap_or(&self.needs);
+        let used = |gpu: SourceGpu| SourceGpu {
+            memory_used: memory.get(&gpu.uuid).copied().unwrap_or_default(),
+            ..gpu
+        };
+        gpus.into_iter().map(used).collect()
+    }
+
     /// The checksums of the image.
     pub(super) async fn describe_image(&mut self) -> Result<(), EffectError> {
         let known = std::mem::take(&mut self.progress.copied.files);
@@ -105,6 +116,7 @@ impl ContainerEffects<'_> {
         }
         let backend = self.transaction.container.traits.backend;
         let is_device_free = source.assertions.device_free;
+        let gpus = self.with_memory(source.gpus);
         let (checkpoint, inherited_gpus) = (self.transaction.id.clone(), self.inherited_inside());
         let origin = self.origin().cleaned();
         let write = move || {
@@ -115,7 +127,7 @@ impl ContainerEffects<'_> {
                 backend,
                 dump: source.dump,
                 driver: Some(source.driver),
-                gpus: source.gpus,
+                gpus,
                 topology: source.topology,
                 processes,
                 inherited_gpus,

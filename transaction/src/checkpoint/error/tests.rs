@@ -80,7 +80,7 @@ fn gpu_state_is_suspended_unless_the_driver_reports_it_as_lost() {
         WorkerError::NoMemory { gpu, free, needed }.into(),
     );
     assert!(
-        text.contains("FIRN-GPU-OCCUPIED: ") && text.contains("hint: end what uses that GPU"),
+        text.contains("FIRN-GPU-OCCUPIED: ") && text.contains("hint: end or pause what uses that GPU"),
         "{text}"
     );
     for name in ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_OPERATING_SYSTEM"] {
