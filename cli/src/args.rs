@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod overrides;
 pub mod relocate;
 pub mod restore;
 
@@ -22,6 +23,7 @@ use crate::store::args::StoreCommand;
 use crate::view::args::SubjectArgs;
 use checkpoint::CheckpointArgs;
 use config::ConfigCommand;
+use overrides::OverrideArgs;
 use relocate::MoveArgs;
 use restore::RestoreArgs;
 
@@ -143,6 +145,8 @@ pub struct InspectArgs {
 pub struct AuditArgs {
     #[command(flatten)]
     pub subject: SubjectArgs,
+    #[command(flatten)]
+    pub overrides: OverrideArgs,
     /// The node to restore on: the output of `firn-gpu inventory` there.
     #[arg(long, value_name = "FILE")]
     pub target: Option<PathBuf>,

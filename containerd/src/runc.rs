@@ -1,5 +1,7 @@
 //! Options of runc's shims, which firn's shim has too.
 
+use std::collections::HashMap;
+
 use prost::Message;
 
 /// The type of [`Options`].
@@ -95,6 +97,9 @@ pub struct CheckpointOptions {
     /// containerd does not know the field and hands it on.
     #[prost(string, tag = "15002")]
     pub bulk: String,
+    /// Values that count for this checkpoint in the place of the container's annotations.
+    #[prost(map = "string, string", tag = "15003")]
+    pub overrides: HashMap<String, String>,
 }
 
 /// `runtimeoptions.v1.Options`, which CRI sends for every runtime type but `io.containerd.runc.v2`.

@@ -308,8 +308,9 @@ const ONE_VENDOR: &str = "use GPUs of one vendor in a container that is to be ch
 const CLOSE_DEVICE: &str = "close the device before the checkpoint; NVIDIA's GPUs for computing and, with \
                             CRIU's plugin, AMD's can be checkpointed";
 const CHILD_OF_INIT: &str = "end the exec'd process, or start it from the container's own init";
-const OMIT_EXEC: &str = "wait for its end or end it, or let CRIU leave it out: annotation \
-                         firn.dev/exec=omit, or exec = \"omit\" under [checkpoint] in the configuration";
+const OMIT_EXEC: &str = "wait for its end or end it, or let CRIU leave it out: `firn checkpoint --exec omit` \
+                         (`firn move`, too), the annotation firn.dev/exec=omit, or exec = \"omit\" under \
+                         [checkpoint] in the configuration";
 const DEVICE_MEMORY: &str = "start the program with plain device memory (cudaMalloc)";
 const START_AGAIN: &str = "end the process and start it again, without what the driver could not checkpoint \
                           (managed memory, or memory shared with others)";
@@ -323,14 +324,15 @@ const CLOSE_GPU: &str = "close the GPU in that process, or end it; a child that 
                          process must keep its parent and open no GPU itself";
 const CLOSE_KEPT: &str = "close it in that process, or end it: children that were forked from a CUDA process \
                           keep its GPUs open; or move the container by checkpoint and restore";
-const SHARES_NONE: &str = "if it shares none, create the container with the annotation firn.dev/ipc=none";
-const SHARE_NONE: &str = "if they share none, create the container with the annotation firn.dev/ipc=none; \
-                          ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
+const SHARES_NONE: &str = "if it shares none: `firn checkpoint --ipc none` (`firn move`, too), or the \
+                           annotation firn.dev/ipc=none at the container's creation";
+const SHARE_NONE: &str = "if they share none: `firn checkpoint --ipc none` (`firn move`, too), or the \
+                          annotation firn.dev/ipc=none at the container's creation; ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
                           prepare hook that ends their communicators";
 const NO_PEER_ACCESS: &str = "run a process for each GPU, or copy between GPUs through the host; if none of \
                               its GPUs accesses another one's memory (PyTorch lets them when it copies \
-                              between GPUs), create the container with the annotation \
-                              firn.dev/peer-access=none";
+                              between GPUs): `firn checkpoint --peer-access none` (`firn move`, too), or the \
+                              annotation firn.dev/peer-access=none at the container's creation";
 const RELEASE: &str = "end every NCCL communicator in the hook prepare (PyTorch: \
                        torch.distributed.destroy_process_group), and answer only then; a suspended one still \
                        has its socket";
@@ -340,16 +342,17 @@ const LET_GO: &str = "end every process that uses a device in the hook prepare, 
 const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nccl=sockets, or start the \
                             job with NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 and NCCL_NVLS_ENABLE=0 in its \
                             environment; or let a prepare hook end its communicators: \
-                            firn.dev/ipc=released-by-hook; if its processes share nothing, create the \
-                            container with the annotation firn.dev/ipc=none";
+                            firn.dev/ipc=released-by-hook; if its processes share nothing: \
+                            `firn checkpoint --ipc none`, or the annotation firn.dev/ipc=none";
 const REMOVE_LINK: &str = "remove it in the container, unless its program uses this name: a checkpoint in \
                            which CRIU was killed may have left it";
-const CLOSE_TCP: &str = "create the container with the annotation firn.dev/tcp=auto: its copy continues \
-                         connections inside of the container, and finds others closed; or write tcp = \
-                         \"auto\" under [checkpoint] into the configuration";
-const CLOSE_UNIX: &str = "create the container with the annotation firn.dev/tcp=auto: its copy finds them \
-                          closed; or write tcp = \"auto\" under [checkpoint] into the configuration";
-const NOT_KEPT: &str = "use the annotation firn.dev/tcp=auto, with which the copy finds them closed, in the \
+const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy continues connections inside \
+                         of the container, and finds others closed; for every checkpoint: the annotation \
+                         firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the configuration";
+const CLOSE_UNIX: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy finds them closed; for \
+                          every checkpoint: the annotation firn.dev/tcp=auto, or tcp = \"auto\" under \
+                          [checkpoint] in the configuration";
+const NOT_KEPT: &str = "use --tcp auto, or the annotation firn.dev/tcp=auto, with which the copy finds them closed, in the \
                         place of keep";
 const CLOSE_BEFORE: &str = "try again if it is a connection that is about to be accepted; otherwise close \
                             them before the checkpoint, as in a hook prepare, or let both ends have the \

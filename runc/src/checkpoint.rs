@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use firn_image::manifest::DumpFlags;
 use firn_process::reaper::Reaper;
-use firn_transaction::checkpoint::{self, Request};
+use firn_transaction::checkpoint::{self, Overrides, Request};
 use firn_transaction::container::InitState;
 use firn_transaction::history::{self, HistoryDir, code_of};
 use firn_transaction::image_dir::ImageDir;
@@ -51,6 +51,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure
         meeting: None,
         layer: None,
         inline: false,
+        overrides: Overrides::default(),
     });
     let recording = recording::begin(Operation::Checkpoint, id, container::NAMESPACE);
     let done = match request {

@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use super::overrides::OverrideArgs;
 use crate::containerd::Socket;
 use crate::place::Kind;
 
@@ -9,6 +10,7 @@ const HELP: &str = "Examples:
   firn checkpoint job checkpoint/job
   firn checkpoint job /srv/job.tar --exit
   firn checkpoint job ./images/job
+  firn checkpoint job job.tar --tcp auto --exec omit
   firn checkpoint -n moby job checkpoint/job --explain
   firn checkpoint --pod default/server /var/lib/firn/named/default
 
@@ -46,6 +48,8 @@ pub struct CheckpointArgs {
     /// The container ends once its checkpoint is complete.
     #[arg(long)]
     pub exit: bool,
+    #[command(flatten)]
+    pub overrides: OverrideArgs,
     /// What the second argument is, if its form does not decide.
     #[arg(long = "as", value_name = "KIND")]
     pub kind: Option<Kind>,

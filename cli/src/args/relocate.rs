@@ -2,6 +2,7 @@
 
 use clap::Args;
 
+use super::overrides::OverrideArgs;
 use crate::containerd::ContainerdArgs;
 
 const HELP: &str = "Examples:
@@ -36,6 +37,8 @@ pub struct MoveArgs {
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
     #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
     pub gpu_map: Option<String>,
+    #[command(flatten)]
+    pub overrides: OverrideArgs,
     /// Only check both nodes.
     #[arg(long)]
     pub dry_run: bool,

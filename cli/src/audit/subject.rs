@@ -70,6 +70,10 @@ impl Subject {
             Ok(pid) => Self::of_pid(pid, state),
             Err(_) => Self::of_container(subject, &containerd.namespace, state),
         }
+        .map(|found| Self {
+            spec: found.spec.map(|spec| args.overrides.apply(spec)),
+            ..found
+        })
     }
 
     /// All processes.

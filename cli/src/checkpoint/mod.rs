@@ -9,6 +9,7 @@ mod pod_call;
 mod source;
 mod target;
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -180,9 +181,10 @@ async fn begin(
     found: Candidate,
     containerd: &Containerd,
     place: &Location,
+    overrides: HashMap<String, String>,
 ) -> Result<(Source, Target), CheckpointError> {
     let mut target = Target::begin(containerd, place).await?;
-    match found.begin(containerd).await {
+    match found.begin(containerd, overrides).await {
         Ok(source) => Ok((source, target)),
         Err(error) => {
             target.discard(containerd).await;
@@ -205,7 +207,7 @@ async fn checkpoint(
         found.expect_base()?;
     }
     let mut interrupts = Interrupts::new()?;
-    let (source, mut target) = begin(found, &containerd, place).await?;
+    let (source, mut target) = begin(found, &containerd, place, args.overrides.annotations()).await?;
     let paused = source.pause(steps).await;
     let interrupted = || CheckpointError::Interrupted { id: id.clone() };
     let work = async {

@@ -141,7 +141,7 @@ async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String,
         by_id.insert(id, image.clone());
         images.insert(name, image);
     }
-    let call = PodCall::new(&containerd, by_id);
+    let call = PodCall::new(&containerd, by_id, args.overrides.annotations());
     let mut interrupts = Interrupts::new()?;
     let mut answer = call.begin();
     let answer = match interrupts.unless(&mut answer).await {

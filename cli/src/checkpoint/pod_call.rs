@@ -25,6 +25,8 @@ pub struct PodCall<'a> {
     containerd: &'a Containerd,
     /// The image of each container, by its id.
     images: BTreeMap<String, PathBuf>,
+    /// What counts in the place of the containers' annotations.
+    overrides: HashMap<String, String>,
     sent: String,
 }
 
@@ -32,11 +34,16 @@ pub struct PodCall<'a> {
 pub type Answer<'a> = Pin<Box<dyn Future<Output = Result<(), CallError>> + Send + 'a>>;
 
 impl<'a> PodCall<'a> {
-    pub fn new(containerd: &'a Containerd, images: BTreeMap<String, PathBuf>) -> Self {
+    pub fn new(
+        containerd: &'a Containerd,
+        images: BTreeMap<String, PathBuf>,
+        overrides: HashMap<String, String>,
+    ) -> Self {
         let sent = json!(images).to_string();
         Self {
             containerd,
             images,
+            overrides,
             sent,
         }
     }
@@ -48,7 +55,8 @@ impl<'a> PodCall<'a> {
 
     /// Begins it.
     pub fn begin(&self) -> Answer<'_> {
-        let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), self.sent.clone())]);
+        let mut annotations = self.overrides.clone();
+        annotations.insert(names::ANNOTATION_CHECKPOINT_POD.to_owned(), self.sent.clone());
         Box::pin(self.containerd.annotate(self.one(), annotations))
     }
 

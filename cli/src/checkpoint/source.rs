@@ -3,6 +3,7 @@
 //! It stands still from before its processes are dumped until the checkpoint is complete, so that the files
 //! that it has written are those of that moment. It is ended only after that: a failure never costs it.
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -29,11 +30,12 @@ const ROLLBACK: Duration = Duration::from_secs(120);
 /// How often.
 const POLL: Duration = Duration::from_millis(200);
 
-/// The options that ctr sends, with where large memory goes.
-fn checkpoint_options(bulk: &str) -> Any {
+/// The options that ctr sends, with where large memory goes, and what counts for this checkpoint.
+fn checkpoint_options(bulk: &str, overrides: &HashMap<String, String>) -> Any {
     let options = CheckpointOptions {
         file_locks: true,
         bulk: bulk.to_owned(),
+        overrides: overrides.clone(),
         ..CheckpointOptions::default()
     };
     Any {
@@ -55,6 +57,8 @@ pub struct Source {
     pub containerd: Containerd,
     pub container: Container,
     pub namespace: String,
+    /// What counts in the place of the container's annotations.
+    pub overrides: HashMap<String, String>,
     lease: String,
     /// Of its init.
     pid: u32,
@@ -148,9 +152,9 @@ impl Source {
 
     async fn taken(&self, bulk: &str, steps: &mut Steps) -> Result<Taken, CheckpointError> {
         let containerd = &self.containerd;
-        let options = checkpoint_options("");
+        let options = checkpoint_options("", &HashMap::new());
         steps.begin("checkpoint");
-        let dump = containerd.checkpoint(self.id(), checkpoint_options(bulk));
+        let dump = containerd.checkpoint(self.id(), checkpoint_options(bulk, &self.overrides));
         let dumped = steps.follow(containerd, &self.namespace, self.id(), dump).await;
         let mut parts = match dumped {
             Ok(descriptors) => descriptors.into_iter().map(Part::here).collect(),
@@ -390,8 +394,12 @@ impl Candidate {
         }
     }
 
-    /// Begins a lease for what will be written.
-    pub async fn begin(self, containerd: &Containerd) -> Result<Source, CheckpointError> {
+    /// Begins a lease for what will be written, and a checkpoint for which `overrides` count.
+    pub async fn begin(
+        self,
+        containerd: &Containerd,
+        overrides: HashMap<String, String>,
+    ) -> Result<Source, CheckpointError> {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let nanos = now.unwrap_or_default().as_nanos();
         let lease = format!("firn-{}-{nanos}", std::process::id());
@@ -399,6 +407,7 @@ impl Candidate {
             containerd: containerd.with_lease(&lease).await?,
             container: self.container,
             namespace: self.namespace,
+            overrides,
             lease,
             pid: self.pid,
             was_paused: self.was_paused,
@@ -444,6 +453,7 @@ mod tests {
                 ..Container::default()
             },
             namespace: "default".to_owned(),
+            overrides: HashMap::new(),
             lease: String::new(),
             pid: PID,
             was_paused: false,

@@ -1,6 +1,5 @@
 //! What a checkpoint becomes: made before the container stands still, and removed after a failure.
 
-use std::collections::HashMap;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -233,7 +232,8 @@ fn made(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
 async fn directory(source: &Source, path: &Path, steps: &mut Steps) -> Result<u64, CheckpointError> {
     let (id, image) = (&source.container.id, path.join(form::IMAGE));
     let wanted = json!({id: image}).to_string();
-    let annotations = HashMap::from([(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted)]);
+    let mut annotations = source.overrides.clone();
+    annotations.insert(names::ANNOTATION_CHECKPOINT_POD.to_owned(), wanted);
     steps.begin("checkpoint");
     let call = source.containerd.annotate(id, annotations);
     let done = steps

@@ -8,7 +8,8 @@
 //! in the connection is removed from the image.
 
 use std::borrow::Cow;
-use std::fs::File;
+use std::fs::{self, File};
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
@@ -73,6 +74,16 @@ impl End {
             ..self
         }
     }
+}
+
+/// Whether the image has an established TCP connection, which a restore has to be asked for.
+pub fn has_connections(image: &Path) -> io::Result<bool> {
+    for entry in fs::read_dir(image)? {
+        if entry?.file_name().as_encoded_bytes().starts_with(b"tcp-stream-") {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are

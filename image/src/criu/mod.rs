@@ -38,7 +38,7 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
-pub use self::connections::{Connections, Continued, close_connections};
+pub use self::connections::{Connections, Continued, close_connections, has_connections};
 pub use self::made::{check as check_made, loosened};
 pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;

@@ -9,7 +9,7 @@ use firn_image::manifest::DumpFlags;
 
 use super::{Service, TaskError};
 use firn_config::names;
-use firn_transaction::checkpoint::{self, Request};
+use firn_transaction::checkpoint::{self, Overrides, Request};
 use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::journal::Operation;
@@ -27,13 +27,14 @@ pub(super) async fn checkpoint(
     let options = checkpoint_options(request.options.as_ref())?;
     let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
     let inline = options.bulk == names::BULK_INLINE;
+    let overrides = Overrides::of(&options.overrides)?;
     let request = Request {
         image: checkpoint::usable(&container, found, path_of_image)?,
         work: path(&options.work_path),
         parent: path(&options.parent_path),
         exit: options.exit,
         flags: DumpFlags {
-            open_tcp: options.open_tcp,
+            open_tcp: options.open_tcp || overrides.keeps_connections(),
             external_unix_sockets: options.external_unix_sockets,
             terminal: options.terminal,
             // A client that does not ask for them would have none: the kubelet asks for nothing.
@@ -43,6 +44,7 @@ pub(super) async fn checkpoint(
         meeting: None,
         layer: None,
         inline,
+        overrides,
     };
     transact(service, &container, &request)
         .await

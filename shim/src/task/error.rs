@@ -10,8 +10,8 @@ use ttrpc::Code;
 
 use crate::mounts;
 use firn_host::{Absent, Chain};
-use firn_transaction::checkpoint::CheckpointError;
 use firn_transaction::checkpoint::park::ParkError;
+use firn_transaction::checkpoint::{CheckpointError, UnknownOverride};
 use firn_transaction::container::{Action, ExecRefused, InitState, NotAllowed};
 use firn_transaction::create::PrepareError;
 use firn_transaction::layer::LayerError;
@@ -100,6 +100,8 @@ pub(crate) enum TaskError {
          hint: firn checkpoint sends it"
     )]
     PodSetting,
+    #[error("{}", firn_host::ProblemLine(_0))]
+    Override(#[from] UnknownOverride),
     #[error("{}", of_pod(id, cause))]
     Pod { id: String, cause: Box<TaskError> },
     #[error("{}", firn_host::ProblemLine(_0))]
@@ -159,7 +161,9 @@ impl TaskError {
             }) => Code::FAILED_PRECONDITION,
             Self::NotStarted | Self::ExecRefused(ExecRefused::InitGone { .. }) => Code::FAILED_PRECONDITION,
             Self::Pod { cause, .. } => cause.code(),
-            Self::Options(_) | Self::Annotation { .. } | Self::PodSetting => Code::INVALID_ARGUMENT,
+            Self::Options(_) | Self::Annotation { .. } | Self::PodSetting | Self::Override(_) => {
+                Code::INVALID_ARGUMENT
+            }
             Self::Runtime { source, .. } if source.is_absent() => Code::NOT_FOUND,
             Self::Cgroup(error) if error.is_absent() => Code::NOT_FOUND,
             Self::Prepare(PrepareError::JobHook(_)) => Code::INVALID_ARGUMENT,

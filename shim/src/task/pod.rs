@@ -16,7 +16,7 @@ use firn_host::Chain;
 use firn_image::form;
 use firn_image::manifest::DumpFlags;
 use firn_process::panics::lock;
-use firn_transaction::checkpoint::{self, CheckpointError, Request};
+use firn_transaction::checkpoint::{self, CheckpointError, Overrides, Request};
 use firn_transaction::container::{Action, Container};
 use firn_transaction::image_dir::ImageDir;
 use firn_transaction::layer;
@@ -35,6 +35,7 @@ type Images = BTreeMap<String, PathBuf>;
 /// A checkpoint in progress.
 pub(super) struct Progress {
     images: Images,
+    overrides: Overrides,
     meeting: Arc<Meeting>,
     over: watch::Sender<bool>,
     /// The containers whose operation lock it holds.
@@ -93,7 +94,11 @@ pub(super) async fn withdraw(service: &Service, images: &Images) -> Empty {
 }
 
 /// Checkpoints these containers, which continue.
-pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result<Empty, TaskError> {
+pub(super) async fn checkpoint(
+    service: &Arc<Service>,
+    images: Images,
+    overrides: Overrides,
+) -> Result<Empty, TaskError> {
     let containers = images.keys().map(|id| service.container(id));
     let containers = containers.collect::<Result<Vec<_>, _>>()?;
     let (config, _mistake) = Config::load_what_is_valid();
@@ -101,6 +106,7 @@ pub(super) async fn checkpoint(service: &Arc<Service>, images: Images) -> Result
     let progress = Arc::new(Progress {
         meeting: Arc::new(Meeting::of(containers.len(), limit)),
         images,
+        overrides,
         over: watch::Sender::new(false),
         held: Mutex::default(),
     });
@@ -193,11 +199,15 @@ async fn one(
         work: None,
         parent: None,
         exit: false,
-        flags: DumpFlags::default(),
+        flags: DumpFlags {
+            open_tcp: progress.overrides.keeps_connections(),
+            ..DumpFlags::default()
+        },
         empty_namespaces: Vec::new(),
         meeting: Some(progress.meeting.clone()),
         layer: Some(layer.clone()),
         inline: false,
+        overrides: progress.overrides.clone(),
     };
     let done = super::checkpoint::transact(service, container, &request).await;
     let keeps_image =

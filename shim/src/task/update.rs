@@ -6,6 +6,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
 use super::{Service, TaskError, moves, pod};
+use firn_transaction::checkpoint::Overrides;
 use firn_transaction::container::Action;
 use firn_transaction::runc::RuntimeMessage;
 
@@ -16,7 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -> Result<Empty, TaskError> {
     if let Some(images) = pod::wanted(&request.annotations)? {
-        return pod::checkpoint(service, images).await;
+        let overrides = Overrides::among(&request.annotations)?;
+        return pod::checkpoint(service, images, overrides).await;
     }
     if let Some(images) = pod::withdrawn(&request.annotations)? {
         return Ok(pod::withdraw(service, &images).await);

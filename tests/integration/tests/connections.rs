@@ -180,6 +180,91 @@ fn connections_inside_continue_in_a_network_of_the_containers_own(platform: Plat
     })
 }
 
+/// `firn` with these words is refused with this code, and its hint names the option.
+fn wants(host: &GpuHost, words: &[&str], code: &str, option: &str) -> Result<()> {
+    let output = failure(host.node().run(&[&["firn"], words].concat()))?;
+    for part in [&format!("{code}: "), option] {
+        ensure!(output.contains(part), "{part}: {output}");
+    }
+    Ok(())
+}
+
+/// A job that has run for days needs no new container: what its annotations refuse, a command may allow for
+/// one checkpoint, and for no other.
+fn a_command_allows_what_the_container_does_not(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-once", 1)?], |[host]| {
+        let source = job(host, &["--annotation", "firn.dev/tcp=refuse"])?;
+        let exec = ["ctr", "tasks", "exec", "--detach", "--exec-id", "shell", "job"];
+        host.node().run(&[&exec[..], &["sleep", "1000"]].concat())?;
+        let to = ["/srv/job.tar", "checkpoint/job", "/srv/job"];
+        for place in to {
+            let plain = ["checkpoint", "job", place];
+            let with_tcp = [&plain[..], &["--tcp", "auto"]].concat();
+            wants(host, &with_tcp, "FIRN-EXEC", "firn checkpoint --exec omit")?;
+            let with_exec = [&plain[..], &["--exec", "omit"]].concat();
+            wants(host, &with_exec, "FIRN-TCP", "firn checkpoint --tcp auto")?;
+            host.firn(&[&with_tcp[..], &["--exec", "omit"]].concat())?;
+            source.goes_on(3)?;
+            talks_on(&source)?;
+            wants(
+                host,
+                &["checkpoint", "job", "/srv/other.tar"],
+                "FIRN-EXEC",
+                "firn checkpoint --",
+            )?;
+        }
+        let audit =
+            |more: &[&str]| Ok::<_, anyhow::Error>(host.firn_shows(&[&["audit", "job"], more].concat())?.1);
+        ensure!(audit(&[])?["verdict"] == "cannot", "{}", audit(&[])?);
+        let allowed = audit(&["--tcp", "auto", "--exec", "omit"])?;
+        ensure!(allowed["verdict"] != "cannot", "{allowed}");
+        ensure!(
+            job_has(&source, "sleep 1000")?,
+            "the process of exec has ended in the source"
+        );
+        source.remove()?;
+        for from in ["/srv/job.tar", "checkpoint/job"] {
+            host.firn(&["restore", from])?;
+            let copy = Container::known(host, "job").counting(1);
+            copy.goes_on(3)?;
+            talks_on(&copy)?;
+            ensure!(
+                !job_has(&copy, "sleep 1000")?,
+                "the process of exec is in the copy"
+            );
+            copy.remove()?;
+        }
+        host.remove_image("checkpoint/job")?;
+        host.node().run(&["rm", "-r", "/srv/job.tar", "/srv/job"])?;
+        host.idle()
+    })
+}
+
+fn job_has(job: &Container<'_>, process: &str) -> Result<bool> {
+    Ok(job.exec(&["ps", "-o", "args"])?.contains(process))
+}
+
+fn a_container_without_gpus_keeps_connections_by_the_same_option(platform: Platform) -> Result<()> {
+    on([host(platform, "tcp-plain", 1)?], |[host]| {
+        let source = Container::beat(host, "job", &[], &format!("({SERVE}) &\n"))?;
+        talks_on(&source)?;
+        let words = ["checkpoint", "job", "/srv/job.tar"];
+        failure(host.node().run(&[&["firn"], &words[..]].concat()))?;
+        let close = [&words[..], &["--tcp", "close"]].concat();
+        wants(host, &close, "FIRN-TCP", "--tcp keep")?;
+        source.beats_on()?;
+        host.firn(&[&words[..], &["--tcp", "keep"]].concat())?;
+        source.beats_on()?;
+        talks_on(&source)?;
+        source.remove()?;
+        host.firn(&["restore", "/srv/job.tar"])?;
+        let copy = Container::known(host, "job");
+        talks_on(&copy)?;
+        copy.remove()?;
+        host.node().run(&["rm", "/srv/job.tar"]).map(drop)
+    })
+}
+
 /// As a probe that connects while the job is frozen. The server of this job is stopped.
 fn a_connection_that_is_not_accepted_yet_is_left_out(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-new", 1)?], |[host]| {
@@ -315,6 +400,8 @@ pub(crate) fn suite() -> matrix::Suite {
         connections_are_refused_by_name_and_kept_in_the_source [FORKY];
         closed_connections_end_in_the_copy_alone [FORKY];
         connections_inside_continue_in_a_network_of_the_containers_own [FORKY];
+        a_command_allows_what_the_container_does_not [FORKY];
+        a_container_without_gpus_keeps_connections_by_the_same_option [FORKY];
         a_connection_that_is_not_accepted_yet_is_left_out [FORKY_V2];
         connections_survive_a_criu_that_is_killed [FORKY, FORKY_V2];
         a_shared_network_is_released_when_the_container_ends [FORKY, FORKY_V2];

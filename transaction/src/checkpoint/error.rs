@@ -59,6 +59,9 @@ pub enum EffectError {
     #[error("its parent dump is in {parent}, and GPU memory cannot be dumped in parts")]
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
+    #[error("connections of a container without GPUs are kept in its copy or refuse the checkpoint")]
+    #[problem("FIRN-TCP", "ask for --tcp keep or --tcp auto, which keeps them")]
+    PlainClose,
     #[error(transparent)]
     Hook(#[from] HookError),
     #[error(transparent)]

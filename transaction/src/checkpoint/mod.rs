@@ -11,6 +11,7 @@ mod dump;
 mod error;
 mod gpu;
 mod job;
+mod overrides;
 pub mod park;
 mod phases;
 mod plain;
@@ -28,6 +29,7 @@ use firn_preflight::{OtherGpus, OtherVendors, Workload, user_namespace};
 pub use error::{CheckpointError, EffectError, FailureKind};
 pub(crate) use error::{line, quoted};
 pub use job::call_pending;
+pub use overrides::{Overrides, UnknownOverride};
 pub use rollback::{resume, rollback_after_panic};
 
 use firn_process::cancel::CancellationToken;
@@ -66,6 +68,8 @@ pub struct Request {
     pub layer: Option<PathBuf>,
     /// All memory goes into the image, whatever annotation and configuration have of a store.
     pub inline: bool,
+    /// What counts in the place of the container's annotations.
+    pub overrides: Overrides,
 }
 
 impl Request {
@@ -81,6 +85,7 @@ impl Request {
             meeting: None,
             layer: None,
             inline: false,
+            overrides: Overrides::default(),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Config, Keys};
+use firn_config::{Config, Keys, Tcp};
 use firn_host::procfs;
 use firn_host::{Chain, UnlessAbsent};
 use firn_image::criu::set_expired_timers;
@@ -55,6 +55,9 @@ pub(super) async fn run(
     others: OtherGpus,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
+    if request.overrides.tcp() == Some(Tcp::Close) {
+        return Err(CheckpointError::refused(container, EffectError::PlainClose));
+    }
     let plugins = plugins_for(container, others)?;
     let was_frozen = container
         .cgroup()

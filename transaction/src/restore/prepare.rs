@@ -10,6 +10,7 @@ use firn_config::{Config, Keys, Tcp, find_criu_plugin, find_program, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{GpuPair, Inventory};
 use firn_host::Problem;
+use firn_image::criu::has_connections;
 use firn_image::manifest::{self, DumpFlags, Manifest, Memory, Verified};
 use firn_image::memory::call::{Request, Stored};
 use firn_oci::amd;
@@ -109,6 +110,7 @@ impl Preparation<'_> {
             // An image without GPU state, by another shim or by firn.
             _ => {
                 let by_firn = resolved.gpu || releases_devices(&spec);
+                prepared.flags.open_tcp = keeps_connections(&spec, bundle, image, self.cancel).await?;
                 prepared.plain = plain_part(bundle, spec, by_firn, manifest.is_some(), self.runc).await?
             }
         }
@@ -444,10 +446,33 @@ async fn plain_part(
     }
     if is_runc {
         edit::set_criu_config(&mut spec, &criu.path())?;
+        if let Some(hook) = &hook {
+            edit::add_restore_hook(&mut spec, hook)?;
+        }
         spec.save(bundle)?;
         plain.criu = Some(criu);
     }
     Ok(plain)
+}
+
+/// Whether an image without manifest has connections that its restore continues: whoever made it has asked for
+/// them, and no client can ask for them at a restore.
+async fn keeps_connections(
+    spec: &Spec,
+    bundle: &Path,
+    image: &Path,
+    cancel: &CancellationToken,
+) -> Result<bool, Refusal> {
+    if CriuConfig::of_criu(spec, bundle).users_tcp() == Some(Tcp::Close) {
+        return Ok(false);
+    }
+    let (limit, path) = (configured().deadlines.look, image.to_owned());
+    let found = stoppable(limit, cancel, move |_| has_connections(&path));
+    // What cannot be read is CRIU's to report.
+    Ok(found
+        .await
+        .map_err(|left| left_image(left, limit))?
+        .unwrap_or_default())
 }
 
 /// Reads and verifies the image, and returns its manifest if it has one. Reads every byte but those of memory

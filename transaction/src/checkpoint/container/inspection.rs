@@ -32,7 +32,8 @@ impl ContainerEffects<'_> {
         if self.is_dump() && self.transaction.container.options.criu_path.is_empty() {
             expect_criu(&std::env::var_os("PATH").unwrap_or_default())?;
         }
-        let spec = Spec::load(&self.transaction.container.bundle)?;
+        let mut spec = Spec::load(&self.transaction.container.bundle)?;
+        self.request.overrides.apply(&mut spec)?;
         // Only NVIDIA's driver is asked, and a node without it need not have one.
         let inventory = if self.transaction.container.traits.has_nvidia() {
             self.gpu.inventory().await?

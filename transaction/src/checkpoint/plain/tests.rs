@@ -9,6 +9,7 @@ use nix::sched::{CloneFlags, unshare};
 use firn_image::manifest::DumpFlags;
 use firn_process::reaper::Reaper;
 
+use super::super::Overrides;
 use super::*;
 use crate::container::{ContainerTraits, Process, StdioPaths};
 use crate::image_dir::ImageDir;
@@ -46,6 +47,7 @@ fn request(image: PathBuf) -> Request {
         meeting: None,
         layer: None,
         inline: false,
+        overrides: Overrides::default(),
     }
 }
 
