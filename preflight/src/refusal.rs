@@ -327,8 +327,9 @@ const CLOSE_KEPT: &str = "close it in that process, or end it: children that wer
 const SHARES_NONE: &str = "if it shares none: `firn checkpoint --ipc none` (`firn move`, too), or the \
                            annotation firn.dev/ipc=none at the container's creation";
 const SHARE_NONE: &str = "if they share none: `firn checkpoint --ipc none` (`firn move`, too), or the \
-                          annotation firn.dev/ipc=none at the container's creation; ranks of NCCL: firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a \
-                          prepare hook that ends their communicators";
+                          annotation firn.dev/ipc=none at the container's creation; ranks of NCCL: \
+                          firn.dev/nccl=sockets, or firn.dev/ipc=released-by-hook with a prepare \
+                          hook that ends their communicators";
 const NO_PEER_ACCESS: &str = "run a process for each GPU, or copy between GPUs through the host; if none of \
                               its GPUs accesses another one's memory (PyTorch lets them when it copies \
                               between GPUs): `firn checkpoint --peer-access none` (`firn move`, too), or the \
@@ -346,14 +347,15 @@ const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nc
                             `firn checkpoint --ipc none`, or the annotation firn.dev/ipc=none";
 const REMOVE_LINK: &str = "remove it in the container, unless its program uses this name: a checkpoint in \
                            which CRIU was killed may have left it";
-const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy continues connections inside \
-                         of the container, and finds others closed; for every checkpoint: the annotation \
-                         firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the configuration";
+const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy continues connections \
+                         inside of the container, and finds others closed; for every checkpoint: the \
+                         annotation firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the \
+                         configuration";
 const CLOSE_UNIX: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy finds them closed; for \
                           every checkpoint: the annotation firn.dev/tcp=auto, or tcp = \"auto\" under \
                           [checkpoint] in the configuration";
-const NOT_KEPT: &str = "use --tcp auto, or the annotation firn.dev/tcp=auto, with which the copy finds them closed, in the \
-                        place of keep";
+const NOT_KEPT: &str = "use --tcp auto, or the annotation firn.dev/tcp=auto, with which the copy finds \
+                        them closed, in the place of keep";
 const CLOSE_BEFORE: &str = "try again if it is a connection that is about to be accepted; otherwise close \
                             them before the checkpoint, as in a hook prepare, or let both ends have the \
                             same network namespace";

@@ -87,15 +87,29 @@ impl GpuAssignment {
     ) -> Result<Self, AssignmentError> {
         let uuids: Vec<GpuUuid> = manifest.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let (policy, written) = policy::find(spec, config, &uuids)?;
-        let mut grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
-        match policy {
-            MapPolicy::Auto => {
-                grant.prefer_room(&manifest.gpus);
-                grant.narrow(&uuids);
-            }
-            MapPolicy::Strict => grant.narrow(&uuids),
-            MapPolicy::Subset => grant.prefer_room(&manifest.gpus),
-            MapPolicy::Explicit(_) => {}
+        let grant = Grant::at_restore(spec, inventory, config, written.as_ref())?;
+        // GPUs with room may be of another model, or joined in another way: then the whole pool decides.
+        let with_room = match policy {
+            MapPolicy::Auto | MapPolicy::Subset => grant.with_room(&manifest.gpus),
+            MapPolicy::Strict | MapPolicy::Explicit(_) => None,
+        };
+        let roomy = with_room.and_then(|grant| Self::of_grant(grant, manifest, inventory, &policy).ok());
+        match roomy {
+            Some(made) => Ok(made),
+            None => Self::of_grant(grant, manifest, inventory, &policy),
+        }
+    }
+
+    /// Decides among these GPUs.
+    fn of_grant(
+        mut grant: Grant,
+        manifest: &Manifest,
+        inventory: &Inventory,
+        policy: &MapPolicy,
+    ) -> Result<Self, AssignmentError> {
+        if matches!(policy, MapPolicy::Auto | MapPolicy::Strict) {
+            let uuids: Vec<GpuUuid> = manifest.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            grant.narrow(&uuids);
         }
         let driver = manifest.driver.as_ref().map_or("", |driver| &driver.driver);
         let made = Self::planned(
@@ -104,7 +118,7 @@ impl GpuAssignment {
             driver,
             inventory,
             grant,
-            &policy,
+            policy,
         )?;
         match made.occupied(&manifest.gpus, inventory) {
             Some(occupied) => Err(AssignmentError::Occupied(Box::new(occupied))),

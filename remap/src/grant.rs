@@ -128,14 +128,16 @@ impl Grant {
         by_names(inventory, names, origin)
     }
 
-    /// Drops GPUs that have less memory free than the checkpoint had on any of its own, as long as enough of
-    /// a pool is left.
-    pub fn prefer_room(&mut self, sources: &[SourceGpu]) {
+    /// The GPUs of a pool that have as much memory free as the checkpoint had on any of its own; none if that
+    /// leaves too few, or leaves all. Every other grant is what the container gets.
+    pub fn with_room(&self, sources: &[SourceGpu]) -> Option<Self> {
         let has_room = |gpu: &&Gpu| sources.iter().all(|old| old.finds_room_on(gpu));
-        let roomy: Vec<Gpu> = self.gpus.iter().filter(has_room).cloned().collect();
-        if self.gpus.len() > sources.len() && roomy.len() >= sources.len() {
-            self.gpus = roomy;
-        }
+        let gpus: Vec<Gpu> = self.gpus.iter().filter(has_room).cloned().collect();
+        let is_choice = self.basis == Basis::Config && gpus.len() < self.gpus.len();
+        (is_choice && gpus.len() >= sources.len()).then_some(Self {
+            gpus,
+            basis: self.basis,
+        })
     }
 
     /// Narrows a pool to as many GPUs as the checkpoint had: those of the checkpoint itself first, then from

@@ -14,6 +14,7 @@ import time
 from functools import partial
 
 import cases
+import cdi
 import host as hosts
 from cases import Case
 from host import Container, Failed
@@ -56,6 +57,7 @@ def all_cases(args):
         *(Case(f"cri-{size:g}", 200, 1, partial(cri, gib=size), ("clients",)) for size in sizes),
         *(Case(f"podman-{size:g}", 200, 1, partial(podman, gib=size), ("clients",)) for size in sizes),
         Case("cri-pod", 200, 2, partial(cri_pod, gib=sizes[0]), ("clients",)),
+        Case("occupied", 180, 1, partial(occupied, gib=4), ("clients",)),
     ]
 
 
@@ -177,6 +179,46 @@ def one_trip(setup, end, record, name, gib, way):
         if os.path.exists(file):
             os.unlink(file)
         cases.clean_up(setup, [source, copy], image)
+        cases.wait_for_free_gpus(hosts.Deadline(60))
+
+
+def occupied(setup, end, record, gib):
+    """A restore finds its GPU full: refused by name before the checkpoint is read; `--gpus auto` takes a free one."""
+    host, name = setup.host, "occupied"
+    file = f"{host.memory}/{name}.tar"
+    source, written, before, record["uuid_before"], target_gpus = started(setup, name, gib, end)
+    copy, big = Container(host, f"{name}-b"), Container(host, f"{name}-big")
+    record.update(gib=gib, counters=1)
+    try:
+        firn(setup, "checkpoint", name, file, end=end)
+        went_on = cases.wait_for_counts(written, end, 1, cases.counts(written), 2)
+        source.remove(end)
+        cases.wait_for_free_gpus(end)
+        written.hand_over(copy.name)
+        totals = {row["uuid"]: int(row["memory.total"]) for row in cdi.query("gpu", ["uuid", "memory.total"])}
+        reserved = totals[record["uuid_before"][0]] - 1024 - int(gib * 512)
+        workload = cases.counter(["--mib", "1", "--reserve-mib", f"{reserved}"])
+        big.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(record["uuid_before"]))
+        cases.wait_for_counts(big, end, 1, {}, 2)
+        words = ["restore", file, "--name", copy.name]
+        for more in ([], ["--dry-run"]):
+            done, record["refused_s"] = cases.timed(lambda more=more: host.run(
+                "firn", *words, *more, "--namespace", hosts.NAMESPACE, "--address", host.socket(), deadline=end, check=False))
+            shown = done.stdout + done.stderr
+            if done.returncode != 1 or "FIRN-GPU-OCCUPIED" not in shown or f"container {big.name} of namespace" not in shown:
+                raise Failed(f"a restore onto a full GPU ends with {done.returncode}: {shown}")
+            record["refusal"] = shown.strip().splitlines()[-1]
+        cases.wait_for_counts(big, end, 1, cases.counts(big), 2)
+        if target_gpus == record["uuid_before"]:
+            big.remove(end)
+            cases.wait_for_free_gpus(end)
+        firn(setup, *words, "--gpus", "auto", end=end)
+        goes_on(written, end, before, went_on, record)
+        record["uuid_after"] = cases.check_holders(written, end, target_gpus, gib)
+    finally:
+        if os.path.exists(file):
+            os.unlink(file)
+        cases.clean_up(setup, [source, copy, big])
         cases.wait_for_free_gpus(hosts.Deadline(60))
 
 

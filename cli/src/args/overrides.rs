@@ -9,11 +9,13 @@ use firn_oci::Spec;
 /// Where `--help` lists them.
 const HEADING: &str = "For this checkpoint, in the place of the container's annotations";
 
+const TCP: [&str; 4] = ["refuse", "close", "keep", "auto"];
+
 #[derive(Clone, Debug, Default, Args)]
 pub struct OverrideArgs {
     /// TCP connections, and Unix sockets that lead outside: refuse the checkpoint for them, close them in the
     /// copy, keep them, or auto: keep those inside of the container (firn.dev/tcp).
-    #[arg(long, value_name = "WORD", value_parser = ["refuse", "close", "keep", "auto"], help_heading = HEADING)]
+    #[arg(long, value_name = "WORD", value_parser = TCP, help_heading = HEADING)]
     pub tcp: Option<String>,
     /// Processes of `exec`: refuse the checkpoint for them, or omit them in the copy (firn.dev/exec).
     #[arg(long, value_name = "WORD", value_parser = ["refuse", "omit"], help_heading = HEADING)]

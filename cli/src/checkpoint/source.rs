@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use firn_config::names;
@@ -19,7 +19,7 @@ use tokio::time::sleep;
 
 use super::aside::aside;
 use super::error::CheckpointError;
-use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, Snapshot, TaskState};
+use crate::containerd::{Any, BUNDLES, CallError, Container, ContainerSpec, Containerd, Snapshot, TaskState};
 use crate::oci_image::{self, BaseImage, Blob, ImageError, Index, Part, media};
 use crate::serving::other_shim;
 use crate::steps::Steps;
@@ -32,7 +32,12 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// The options that ctr sends, with where large memory goes, and what counts for this checkpoint.
 fn checkpoint_options(bulk: &str, overrides: &HashMap<String, String>) -> Any {
+    let keep = overrides
+        .get(names::ANNOTATION_TCP)
+        .is_some_and(|word| word == "keep");
     let options = CheckpointOptions {
+        // That containerd's own shim understands.
+        open_tcp: keep,
         file_locks: true,
         bulk: bulk.to_owned(),
         overrides: overrides.clone(),
@@ -95,7 +100,7 @@ impl Source {
         };
         match containerd.task(&id).await? {
             Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Candidate {
-                chain: chain(containerd, &container).await?,
+                chain: chain(containerd, &container).await,
                 container,
                 namespace,
                 pid: task.pid,
@@ -322,17 +327,17 @@ impl Source {
     }
 }
 
-/// Chain id of the layers that a container began with.
-async fn chain(containerd: &Containerd, container: &Container) -> Result<Option<String>, CallError> {
+/// Chain id of the layers that a container began with; none if the snapshotter does not show them.
+async fn chain(containerd: &Containerd, container: &Container) -> Option<String> {
     if container.snapshot_key.is_empty() {
-        return Ok(None);
+        return None;
     }
     let own = Snapshot {
         snapshotter: &container.snapshotter,
         key: &container.snapshot_key,
     };
-    let below = containerd.parent_of(own).await?;
-    Ok(below.filter(|below| oci_image::is_chain(below)))
+    let below = containerd.parent_of(own).await.ok().flatten();
+    below.filter(|below| oci_image::is_chain(below))
 }
 
 /// A container that can be checkpointed, by what containerd knows of it.
@@ -364,6 +369,18 @@ impl Candidate {
         let target = containerd.image(name).await?.and_then(|image| image.target);
         let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
         let base = BaseImage::read(containerd, name, Part::here(target)).await?;
+        for part in &base.parts {
+            match containerd.size(&part.digest).await {
+                Ok(_) => {}
+                Err(error) if error.is_absent() => {
+                    return Err(ImageError::NotWhole {
+                        name: name.clone(),
+                        digest: part.digest.clone(),
+                    });
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
         match &self.chain {
             Some(chain) if *chain != base.chain => Err(ImageError::BaseMoved {
                 name: name.clone(),
@@ -371,6 +388,12 @@ impl Candidate {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// The bundle of its task; containerd's socket is in its state directory.
+    pub fn bundle(&self, socket: &Path) -> PathBuf {
+        let state = socket.parent().unwrap_or(Path::new(""));
+        state.join(BUNDLES).join(&self.namespace).join(&self.container.id)
     }
 
     /// Pid of its first process.

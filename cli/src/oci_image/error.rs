@@ -22,6 +22,12 @@ pub enum ImageError {
         "see `ctr images list` and --namespace; `ctr images pull` brings it"
     )]
     NoImage { name: String },
+    #[error("containerd does not have all of image {name}: {digest} is missing")]
+    #[problem(
+        "FIRN-NO-IMAGE",
+        "`ctr images pull` brings it; the other node may have it already"
+    )]
+    NotWhole { name: String, digest: String },
     #[error("image {name} is not the one that the container began with, whose layers are {chain}")]
     #[problem(
         "FIRN-BASE-MOVED",

@@ -214,6 +214,8 @@ fn parse<T: serde::de::DeserializeOwned>(what: &str, digest: &str, bytes: &[u8])
 
 /// The image that a container began with.
 pub struct BaseImage {
+    /// That of containerd's image.
+    pub name: String,
     /// Name of the snapshot with all of its layers.
     pub chain: String,
     /// Layers from the lowest on.
@@ -287,6 +289,7 @@ impl BaseImage {
             chain: chain.clone(),
         };
         Ok(Self {
+            name: name.to_owned(),
             chain: chains.last().cloned().unwrap_or_default(),
             layers: layers.map(layer).collect(),
             parts,
@@ -295,6 +298,11 @@ impl BaseImage {
 }
 
 impl BaseImage {
+    /// Digest of its configuration.
+    pub fn config(&self) -> &str {
+        &self.parts[self.parts.len() - 1 - self.layers.len()].digest
+    }
+
     /// The blobs that name others, each with those.
     pub fn keeps(&self) -> Vec<(&str, &[Part])> {
         // From the target down to the manifest, then what the manifest names.
@@ -303,6 +311,12 @@ impl BaseImage {
         let own = (&*self.parts[manifest - 1].digest, &self.parts[manifest..]);
         above.chain([own]).collect()
     }
+}
+
+/// The name that firn gives the image with these layers where its own name leads to another one.
+pub fn own_name(chain: &str) -> Option<String> {
+    let hex = chain.strip_prefix("sha256:").filter(|_| is_chain(chain))?;
+    Some(format!("localhost/firn/base:{}", &hex[..12]))
 }
 
 /// Whether a snapshot has the name of an image's layers.

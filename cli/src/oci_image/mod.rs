@@ -12,7 +12,7 @@ use crate::archive;
 use crate::containerd::{CallError, Containerd};
 
 pub use error::ImageError;
-pub use index::{BaseImage, Blob, Index, MAX_JSON, Part, is_chain, labels, no_checkpoint};
+pub use index::{BaseImage, Blob, Index, MAX_JSON, Part, is_chain, labels, no_checkpoint, own_name};
 pub use layout::{Layout, read, write};
 
 /// The bytes of firn's manifest in the archive of the processes, of which nothing else is read. None if there

@@ -11,6 +11,9 @@ pub fn obstacle(node: &Node, name: &str) -> Option<String> {
     if node.exists {
         return Some(format!("it has a container or a snapshot {name}"));
     }
+    if !node.has_looked {
+        return Some("it has not looked whether it would restore the container".to_owned());
+    }
     node.failure.clone()
 }
 
@@ -24,6 +27,7 @@ mod tests {
             exists: false,
             has_image: true,
             task: None,
+            has_looked: true,
             failure: None,
             map: None,
         }
@@ -43,6 +47,11 @@ mod tests {
             ..node()
         };
         assert!(why(&older).contains("firn 0.0.1"));
+        let blind = Node {
+            has_looked: false,
+            ..node()
+        };
+        assert!(why(&blind).contains("has not looked"));
         let refused = Node {
             failure: Some("FIRN-GPU-OCCUPIED: full".to_owned()),
             ..node()

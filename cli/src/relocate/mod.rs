@@ -33,7 +33,7 @@ use crate::args::relocate::MoveArgs;
 use crate::checkpoint::{Candidate, Interrupts, Source};
 use crate::containerd::{CallError, ContainerSpec, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::output::{self, line, note, printed};
-use crate::restore::facts::Facts;
+use crate::restore::facts::{Facts, Running};
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::MoveError;
@@ -76,7 +76,17 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
         // Not in a future: it waits for firn-gpu.
         Ok(found) => {
             args.container.clone_from(&found.container.id);
-            match Facts::of(found.container.spec(), found.init(), found.chain.clone()) {
+            let (spec, bundle) = (
+                found.container.spec(),
+                found.bundle(&args.containerd.socket.address),
+            );
+            let running = Running {
+                spec,
+                bundle: &bundle,
+                init: found.init(),
+                chain: found.chain.clone(),
+            };
+            match Facts::of(running) {
                 Ok(facts) => block_on(moved(&args, found, &facts, &mut steps))?,
                 Err(failure) => Err(MoveError::Source(failure)),
             }

@@ -13,7 +13,7 @@ use super::plan::Plan;
 use super::room;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::{Containerd, Snapshot, Task, block_on};
-use crate::oci_image::{BaseImage, ImageError, Part};
+use crate::oci_image::{self, BaseImage, ImageError, Part};
 use crate::output::{self, Printed};
 
 /// containerd's usual snapshotter: that of a container that is not there is not known.
@@ -32,6 +32,9 @@ pub struct Node {
     pub has_image: bool,
     /// The task of the container of that name.
     pub task: Option<Task>,
+    /// Whether it was given the facts of a container, and has looked whether it would restore it.
+    #[serde(default)]
+    pub has_looked: bool,
     /// Why it would not restore the container, with code and hint.
     #[serde(default)]
     pub failure: Option<String>,
@@ -53,6 +56,7 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
         Ok(content) => content,
         Err(error) => return output::failed(true, error.shown()),
     };
+    let has_looked = facts.is_some();
     let planned = match facts {
         // The name is known to be taken.
         Some(facts) if !content.exists => planned(args, facts),
@@ -67,6 +71,7 @@ pub fn run(args: &RestoreArgs, image: &str) -> anyhow::Result<bool> {
         exists: content.exists,
         has_image: content.has_image,
         task: content.task,
+        has_looked,
         failure,
         map,
     })?;
@@ -88,9 +93,11 @@ fn read() -> Result<Option<Facts>, RestoreError> {
 
 /// The GPUs that the container would get here.
 fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreError> {
-    room::expect_memory(facts.bytes).map_err(|error| RestoreError::Plan(error.into()))?;
-    room::expect_disk(facts.bytes, &args.work_dir).map_err(|error| RestoreError::Plan(error.into()))?;
-    let node = NodeGpus::read(None, &args.containerd.socket.address)?;
+    let socket = &args.containerd.socket.address;
+    let room = room::expect_memory(facts.memory)
+        .and_then(|()| room::expect_disk(facts.bytes, &room::content(socket), &args.work_dir));
+    room.map_err(|error| RestoreError::Plan(error.into()))?;
+    let node = NodeGpus::read(None, socket)?;
     let mut spec = Spec::from(facts.spec);
     gpus::choose(args, Some(&node), &mut spec, facts.manifest.as_ref())?;
     let plan = Plan::make(&node, spec, facts.manifest, &args.work_dir)?;
@@ -124,18 +131,19 @@ async fn look(args: &RestoreArgs, image: &str, chain: Option<&str>) -> Result<Lo
     })
 }
 
-/// Whether containerd has an image of this name with these layers. One that cannot be read whole is none.
-pub async fn has_image(
-    containerd: &Containerd,
-    name: &str,
-    chain: Option<&str>,
-) -> Result<bool, RestoreError> {
-    let Some(target) = containerd.image(name).await?.and_then(|image| image.target) else {
-        return Ok(false);
-    };
-    match BaseImage::read(containerd, name, Part::here(target)).await {
-        Ok(base) => Ok(chain.is_none_or(|chain| chain == base.chain)),
-        Err(ImageError::Call(error)) if !error.is_absent() => Err(error.into()),
-        Err(_) => Ok(false),
+/// Whether containerd has an image of this name with these layers, or the one that firn has named for them.
+/// One that cannot be read whole is none.
+async fn has_image(containerd: &Containerd, name: &str, chain: Option<&str>) -> Result<bool, RestoreError> {
+    let own_name = chain.and_then(oci_image::own_name);
+    for name in [Some(name), own_name.as_deref()].into_iter().flatten() {
+        let Some(target) = containerd.image(name).await?.and_then(|image| image.target) else {
+            continue;
+        };
+        match BaseImage::read(containerd, name, Part::here(target)).await {
+            Ok(base) if chain.is_none_or(|chain| chain == base.chain) => return Ok(true),
+            Err(ImageError::Call(error)) if !error.is_absent() => return Err(error.into()),
+            _ => {}
+        }
     }
+    Ok(false)
 }

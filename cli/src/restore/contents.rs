@@ -62,51 +62,79 @@ pub(super) async fn spec(containerd: &Containerd, index: &Index) -> Result<(Stri
 
 /// The image of the root file system: containerd's, or one that comes with the checkpoint.
 ///
-/// The first whose layers are those that the container began with: a tag may have been moved since.
+/// The first whose layers are those that the container began with: a tag may have been moved since. One that
+/// is brought while its name leads to another image gets a name of its own.
 pub(super) async fn base(
     containerd: &Containerd,
     index: &Index,
     made: Option<&mut Creations>,
 ) -> Result<BaseImage, RestoreError> {
     let (name, chain) = (index.base(), index.base_chain());
-    let here = containerd.image(name).await?.and_then(|image| image.target);
-    let is_new = here.is_none();
+    let own_name = chain.and_then(oci_image::own_name);
+    let mut candidates = Vec::new();
+    for name in [Some(name), own_name.as_deref()].into_iter().flatten() {
+        if let Some(target) = containerd.image(name).await?.and_then(|image| image.target) {
+            candidates.push((name, Part::here(target), false));
+        }
+    }
+    let is_moved = !candidates.is_empty();
     let mut parts = index.manifests.iter();
-    let brought = parts.find(|part| media::IMAGES.contains(&&*part.media_type));
-    let parts = here.map(Part::here).into_iter().chain(brought.cloned());
-    let mut base = None;
-    for part in parts {
-        let read = BaseImage::read(containerd, name, part).await?;
-        if chain.is_none_or(|chain| chain == read.chain) {
-            base = Some(read);
-            break;
-        }
-    }
-    let name = || name.to_owned();
-    let Some(base) = base else {
-        return Err(match chain {
-            Some(chain) if !is_new => ImageError::BaseMoved {
-                name: name(),
-                chain: chain.to_owned(),
-            },
-            _ => ImageError::NoImage { name: name() },
-        }
-        .into());
-    };
-    if let (true, Some(made)) = (is_new, made) {
-        for (digest, keeps) in base.keeps() {
-            containerd.label_blob(digest, oci_image::labels(keeps)).await?;
-        }
-        let image = Image {
-            name: name(),
-            labels: std::collections::HashMap::new(),
-            target: base.parts.first().map(Part::descriptor),
-            created_at: None,
+    if let Some(part) = parts.find(|part| media::IMAGES.contains(&&*part.media_type)) {
+        let name = match &own_name {
+            Some(own) if is_moved => own,
+            _ => name,
         };
-        containerd.create_image(image).await?;
-        made.image = Some(name());
+        candidates.push((name, part.clone(), true));
     }
-    Ok(base)
+    let mut failure = None;
+    for (name, part, is_new) in candidates {
+        // One that cannot be read whole is none.
+        match BaseImage::read(containerd, name, part).await {
+            Ok(base) if chain.is_none_or(|chain| chain == base.chain) => {
+                if let (true, Some(made)) = (is_new, made) {
+                    keep(containerd, &base, index.snapshotter(), made).await?;
+                }
+                return Ok(base);
+            }
+            Ok(_) => {}
+            Err(error) => failure = failure.or(Some(error)),
+        }
+    }
+    let name = name.to_owned();
+    Err(match (chain, failure) {
+        (_, Some(failure)) => failure,
+        (Some(chain), None) if is_moved => ImageError::BaseMoved {
+            name,
+            chain: chain.to_owned(),
+        },
+        _ => ImageError::NoImage { name },
+    }
+    .into())
+}
+
+/// Makes an image of one that was brought.
+async fn keep(
+    containerd: &Containerd,
+    base: &BaseImage,
+    snapshotter: &str,
+    made: &mut Creations,
+) -> Result<(), RestoreError> {
+    for (digest, keeps) in base.keeps() {
+        containerd.label_blob(digest, oci_image::labels(keeps)).await?;
+    }
+    // As containerd's own unpacking does: the layers stay with the image when the container goes.
+    let label = format!("containerd.io/gc.ref.snapshot.{snapshotter}");
+    let labels = std::collections::HashMap::from([(label, base.chain.clone())]);
+    containerd.label_blob(base.config(), labels).await?;
+    let image = Image {
+        name: base.name.clone(),
+        labels: std::collections::HashMap::new(),
+        target: base.parts.first().map(Part::descriptor),
+        created_at: None,
+    };
+    containerd.create_image(image).await?;
+    made.image = Some(base.name.clone());
+    Ok(())
 }
 
 /// firn's manifest in the archive of the processes; none if firn has not made it.

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use firn_config::names;
 use firn_oci::Spec;
 
 use super::error::RestoreError;
@@ -94,8 +95,10 @@ async fn restore_new(
     let kept = matches!(mode, Mode::Restore(_)).then_some(&mut *made);
     let base = contents::base(containerd, index, kept).await?;
     let manifest = contents::manifest(containerd, &checkpoint).await?;
-    gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
     own_cgroup(&mut spec, index, &id, &args.containerd.namespace)?;
+    let unchosen = spec.clone();
+    gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
+    let is_chosen = spec.value() != unchosen.value();
     let mut restored = Restored::of_image(&id, index);
     if let Mode::DryRun(node) = mode {
         let view = View::of_index(containerd, &args.from, index.clone(), &args.work_dir).await?;
@@ -109,12 +112,9 @@ async fn restore_new(
     contents::files(containerd, index, &base, key, made).await?;
     let container = Container {
         id: id.clone(),
-        image: index.base().to_owned(),
+        image: base.name.clone(),
         runtime: Some(contents::runtime(containerd, index).await?),
-        spec: Some(Any {
-            type_url,
-            value: spec.into_value().to_string().into_bytes(),
-        }),
+        spec: Some(any(type_url.clone(), spec)),
         snapshotter: index.snapshotter().to_owned(),
         snapshot_key: id.clone(),
         ..Container::default()
@@ -127,7 +127,30 @@ async fn restore_new(
     let namespace = &args.containerd.namespace;
     restored.pid = Some(steps.follow(containerd, namespace, &id, start).await?);
     steps.end();
+    if is_chosen {
+        forget_choice(containerd, container, type_url, unchosen).await;
+    }
     Ok(restored)
+}
+
+/// Gives containerd the spec without the choice of GPUs, which the bundle has: the container's next
+/// checkpoint has other GPUs than this one.
+async fn forget_choice(containerd: &Containerd, container: &Container, type_url: String, unchosen: Spec) {
+    let kept = Container {
+        spec: Some(any(type_url, unchosen)),
+        ..container.clone()
+    };
+    if let Err(error) = containerd.update(&kept).await {
+        let (id, map) = (&container.id, names::ANNOTATION_GPU_MAP);
+        note!("firn: {id} keeps the annotation {map}: {error}");
+    }
+}
+
+fn any(type_url: String, spec: Spec) -> Any {
+    Any {
+        type_url,
+        value: spec.into_value().to_string().into_bytes(),
+    }
 }
 
 /// The id of the new container.

@@ -1,12 +1,14 @@
 //! What is known of a running container for the node that would restore it.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use firn_config::{Config, Keys};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
-use firn_host::ProblemReport;
+use firn_host::{ProblemReport, procfs};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
+use firn_oci::job_hook::JobHook;
 use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Tree, image_bytes};
 use firn_process::cgroup::Cgroup;
@@ -19,54 +21,94 @@ use crate::program;
 /// schema.
 #[derive(Serialize, Deserialize)]
 pub struct Facts {
+    /// As containerd has it, and a checkpoint takes along.
     pub spec: serde_json::Value,
     /// None if it has no GPU.
     pub manifest: Option<Manifest>,
-    /// Least size of the checkpoint, and of the memory that its processes need.
+    /// Least size of the checkpoint.
     pub bytes: u64,
+    /// Least memory that its processes need.
+    pub memory: u64,
     /// Chain id of the layers that it began with; none if they are no image's.
     pub chain: Option<String>,
 }
 
+/// A container that runs.
+pub struct Running<'a> {
+    /// As containerd has it.
+    pub spec: Spec,
+    /// Its bundle, whose spec has the GPUs that it has now.
+    pub bundle: &'a Path,
+    /// Pid of its first process.
+    pub init: i32,
+    pub chain: Option<String>,
+}
+
 impl Facts {
-    /// Of the container with this spec and init. Runs firn-gpu: not to be called by a future.
+    /// Runs firn-gpu: not to be called by a future.
     ///
     /// # Errors
     /// Why it cannot be checkpointed here.
-    pub fn of(spec: Spec, init: i32, chain: Option<String>) -> Result<Self, ProblemReport> {
-        let members = Cgroup::of_pid(init).and_then(|cgroup| cgroup.pids());
-        let tree: Vec<i32> = Tree::of(init, &members.unwrap_or_default())
+    pub fn of(container: Running<'_>) -> Result<Self, ProblemReport> {
+        let own = Spec::load(container.bundle)?;
+        let members = Cgroup::of_pid(container.init).and_then(|cgroup| cgroup.pids());
+        let tree: Vec<i32> = Tree::of(container.init, &members.unwrap_or_default())
             .dumped
             .into_iter()
             .collect();
-        let (manifest, used) = if spec.requests_gpu() {
-            let (here, used) = gpus_of(&tree)?;
-            (Some(manifest_of(&spec, &here, &used)?), used)
-        } else {
-            (None, GpuMemory::new())
-        };
+        let (mut manifest, mut gpu) = (None, 0);
+        if own.requests_gpu() {
+            let mut found = Gpus::of(&tree)?;
+            // What the job's hook lets go of is not known before it was called.
+            if JobHook::Prepare.is_named(&own) {
+                found.used.clear();
+            }
+            let mut made = manifest_of(&own, &found.here, &found.used)?;
+            if !found.is_in_use {
+                made.processes.clear();
+            }
+            gpu = found.used.values().copied().fold(0, u64::saturating_add);
+            manifest = Some(made);
+        }
+        // Pages that a forked process shares count once in memory, and for each process in the image.
+        let anonymous = tree.iter().map(|&pid| procfs::anonymous(pid)).max();
         Ok(Self {
-            spec: spec.into_value(),
+            spec: container.spec.into_value(),
             manifest,
-            bytes: image_bytes(&tree, used.values().copied().fold(0, u64::saturating_add)),
-            chain,
+            bytes: image_bytes(&tree, gpu),
+            memory: gpu.saturating_add(anonymous.unwrap_or_default()),
+            chain: container.chain,
         })
     }
 }
 
-/// This node's GPUs, and what the processes have of their memory.
-fn gpus_of(pids: &[i32]) -> Result<(Inventory, GpuMemory), RestoreError> {
-    let config = Config::load(Keys::RESTORE)?;
-    let unread = |error: anyhow::Error| RestoreError::Node(format!("{error:#}"));
-    let inventory = program::inventory(&config).map_err(unread)?;
-    let mut used = GpuMemory::new();
-    for process in program::discover(&config, pids).map_err(unread)? {
-        for (uuid, bytes) in process.gpu_memory {
-            let of_gpu = used.entry(uuid).or_default();
-            *of_gpu = of_gpu.saturating_add(bytes);
+/// This node's GPUs, and what processes have of them.
+struct Gpus {
+    here: Inventory,
+    used: GpuMemory,
+    /// Whether one of the processes uses CUDA.
+    is_in_use: bool,
+}
+
+impl Gpus {
+    fn of(pids: &[i32]) -> Result<Self, RestoreError> {
+        let config = Config::load(Keys::RESTORE)?;
+        let unread = |error: anyhow::Error| RestoreError::Node(format!("{error:#}"));
+        let here = program::inventory(&config).map_err(unread)?;
+        let (mut used, mut is_in_use) = (GpuMemory::new(), false);
+        for process in program::discover(&config, pids).map_err(unread)? {
+            is_in_use |= process.restore_tid.is_some();
+            for (uuid, bytes) in process.gpu_memory {
+                let of_gpu = used.entry(uuid).or_default();
+                *of_gpu = of_gpu.saturating_add(bytes);
+            }
         }
+        Ok(Self {
+            here,
+            used,
+            is_in_use,
+        })
     }
-    Ok((inventory, used))
 }
 
 /// The manifest that a checkpoint would have, as far as a plan needs it. `used`: what its processes have of

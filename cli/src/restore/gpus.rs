@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context;
-use firn_config::{Config, Keys, RemapPolicy, names};
+use firn_config::{Config, Keys, RemapPolicy, Restore, names};
 use firn_gpu::{Gpu, Inventory};
 use firn_host::ProblemReport;
 use firn_image::manifest::Manifest;
@@ -81,9 +81,9 @@ impl NodeGpus {
         })
     }
 
-    /// Names of the GPUs to choose among: those of the configuration, or all. Of these, those that no
-    /// container has, if they are enough.
-    fn free(&self, needed: usize) -> Result<Vec<String>, RestoreError> {
+    /// Names of the GPUs to choose among, those of the configuration or all: first those that no container
+    /// has, then all of them.
+    fn choices(&self) -> Result<[Vec<String>; 2], RestoreError> {
         let (inventory, pool) = (self.inventory()?, &self.config.restore.gpus);
         let gpus = match &**pool {
             [] => inventory.gpus.clone(),
@@ -99,13 +99,11 @@ impl NodeGpus {
             Lease::taken_by_others(0).unwrap_or_default()
         };
         let is_free = |gpu: &&Gpu| gpu.node.as_ref().is_none_or(|node| !taken.contains(&node.id()));
-        let free: Vec<&Gpu> = gpus.iter().filter(is_free).collect();
-        let chosen = if free.len() >= needed {
-            free
-        } else {
-            gpus.iter().collect()
-        };
-        Ok(chosen.iter().map(|gpu| gpu.uuid.to_string()).collect())
+        let names = |gpus: Vec<&Gpu>| gpus.iter().map(|gpu| gpu.uuid.to_string()).collect();
+        Ok([
+            names(gpus.iter().filter(is_free).collect()),
+            names(gpus.iter().collect()),
+        ])
     }
 
     /// Adds which containers of this node have a GPU without room.
@@ -158,24 +156,46 @@ fn among(gpus: &str, node: &NodeGpus, spec: &mut Spec, manifest: &Manifest) -> R
         .object_mut("annotations")
         .map_err(|error| RestoreError::Plan(error.into()))?;
     annotations.remove(names::ANNOTATION_GPU_MAP);
-    let had = manifest.gpus.len();
     let mut restore = node.config.restore.clone();
-    if gpus == AUTO {
-        restore.gpus = node.free(had)?;
+    restore.gpu_map = Vec::new();
+    let choices = if gpus == AUTO {
         restore.policy = RemapPolicy::Subset;
         annotations.remove(names::ANNOTATION_REMAP_POLICY);
+        node.choices()?.to_vec()
     } else {
         let names = gpus.split(',').map(|name| name.trim().to_owned());
-        restore.gpus = names.filter(|name| !name.is_empty()).collect();
-        let named = restore.gpus.len();
+        let names: Vec<String> = names.filter(|name| !name.is_empty()).collect();
+        let (named, had) = (names.len(), manifest.gpus.len());
         if named != had {
             return Err(RestoreError::GpuCount { named, had });
         }
-    }
-    restore.gpu_map = Vec::new();
-    let assignment = GpuAssignment::make(spec, manifest, node.inventory()?, &restore)
-        .map_err(|error| node.with_holders(error, spec))?;
+        vec![names]
+    };
+    let assignment = first_of(choices, |gpus| {
+        let restore = Restore {
+            gpus,
+            ..restore.clone()
+        };
+        GpuAssignment::make(spec, manifest, node.inventory()?, &restore)
+            .map_err(|error| node.with_holders(error, spec).into())
+    })?;
     let pairs = assignment.map.pairs().iter();
     let pairs = pairs.map(|pair| format!("{}={}", pair.old, pair.new));
     Ok(pairs.collect::<Vec<_>>().join(","))
+}
+
+/// The first choice that can be, or why the last one cannot.
+fn first_of(
+    choices: Vec<Vec<String>>,
+    decide: impl Fn(Vec<String>) -> Result<GpuAssignment, RestoreError>,
+) -> Result<GpuAssignment, RestoreError> {
+    let mut last = Err(RestoreError::NoGpuState);
+    // An empty list is no pool.
+    for choice in choices.into_iter().filter(|choice| !choice.is_empty()) {
+        last = decide(choice);
+        if last.is_ok() {
+            break;
+        }
+    }
+    last
 }

@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::ProblemReport;
-use firn_image::manifest::{self, Manifest};
+use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
 use firn_remap::{Basis, GpuAssignment, Grant};
@@ -19,7 +19,6 @@ use serde_json::json;
 
 use super::error::RestoreError;
 use super::gpus::NodeGpus;
-use super::room;
 use crate::cdi;
 use crate::output::line;
 use crate::view::View;
@@ -123,10 +122,6 @@ impl Plan {
     ) -> Result<Self, RestoreError> {
         if let Some(failure) = &node.failure {
             return Err(RestoreError::Plan(failure.clone()));
-        }
-        if let Some(manifest) = manifest.as_ref().filter(|_| !node.is_there) {
-            let needed = manifest::size(&manifest.images, manifest.bulk.as_ref());
-            room::expect_memory(needed).map_err(|error| RestoreError::Plan(error.into()))?;
         }
         let config = &node.config;
         let there = node.is_there.then(|| node.inventory()).transpose()?;

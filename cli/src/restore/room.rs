@@ -1,4 +1,4 @@
-//! What this node has to have for a restore besides its GPUs.
+//! What this node has to have for a restore as well as its GPUs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,10 +31,7 @@ pub enum NoRoom {
         dir.display(),
         text::bytes(*free)
     )]
-    #[problem(
-        "FIRN-IMAGE-SPACE",
-        "free disk space; --work-dir of `firn restore` names another directory for the unpacked checkpoint"
-    )]
+    #[problem("FIRN-IMAGE-SPACE", "free space there, or move it to another node")]
     Disk { dir: PathBuf, needed: u64, free: u64 },
 }
 
@@ -51,10 +48,17 @@ pub fn expect_memory(needed: u64) -> Result<(), NoRoom> {
     }
 }
 
+/// Where containerd that listens on `socket` has its content.
+pub fn content(socket: &Path) -> PathBuf {
+    let configured = Daemon::find(socket).configuration().ok();
+    let root = configured.and_then(|table| Some(PathBuf::from(table.get("root")?.as_str()?)));
+    root.unwrap_or_else(|| CONTENT.into())
+}
+
 /// Room for a checkpoint of this size that arrives: in containerd's content store, and unpacked in `work`.
-pub fn expect_disk(needed: u64, work: &Path) -> Result<(), NoRoom> {
+pub fn expect_disk(needed: u64, content: &Path, work: &Path) -> Result<(), NoRoom> {
     let mut by_device: BTreeMap<u64, (PathBuf, u64)> = BTreeMap::new();
-    for dir in [Path::new(CONTENT), work] {
+    for dir in [content, work] {
         let there = dir.ancestors().find(|dir| dir.exists());
         let Some((there, found)) = there.and_then(|dir| Some((dir, fs::metadata(dir).ok()?))) else {
             continue;
@@ -99,8 +103,13 @@ mod tests {
     #[test]
     fn files_on_one_file_system_need_room_together() {
         let dir = tempfile::tempdir().unwrap();
-        assert!(expect_disk(1, &dir.path().join("not/made/yet")).is_ok());
-        let none = expect_disk(u64::MAX, dir.path()).unwrap_err();
+        let unmade = dir.path().join("not/made/yet");
+        assert!(expect_disk(1, dir.path(), &unmade).is_ok());
+        let none = expect_disk(u64::MAX, dir.path(), &unmade).unwrap_err();
         assert_eq!(none.code(), "FIRN-IMAGE-SPACE");
+        let free = statvfs(dir.path()).unwrap();
+        let most = free.blocks_free() * free.fragment_size();
+        // Each of the two finds room alone.
+        assert!(expect_disk(most / 4 * 3, dir.path(), &unmade).is_err());
     }
 }

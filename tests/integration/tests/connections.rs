@@ -250,8 +250,10 @@ fn a_container_without_gpus_keeps_connections_by_the_same_option(platform: Platf
         talks_on(&source)?;
         let words = ["checkpoint", "job", "/srv/job.tar"];
         failure(host.node().run(&[&["firn"], &words[..]].concat()))?;
-        let close = [&words[..], &["--tcp", "close"]].concat();
-        wants(host, &close, "FIRN-TCP", "--tcp keep")?;
+        for word in ["close", "auto"] {
+            let chosen = [&words[..], &["--tcp", word]].concat();
+            wants(host, &chosen, "FIRN-TCP", "--tcp keep")?;
+        }
         source.beats_on()?;
         host.firn(&[&words[..], &["--tcp", "keep"]].concat())?;
         source.beats_on()?;

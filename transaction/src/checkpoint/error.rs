@@ -60,7 +60,10 @@ pub enum EffectError {
     #[problem("FIRN-PARENT", "ask for the checkpoint without a parent path")]
     Parent { parent: PathBuf },
     #[error("connections of a container without GPUs are kept in its copy or refuse the checkpoint")]
-    #[problem("FIRN-TCP", "ask for --tcp keep or --tcp auto, which keeps them")]
+    #[problem(
+        "FIRN-TCP",
+        "ask for --tcp keep: CRIU alone cannot close some and keep others"
+    )]
     PlainClose,
     #[error(transparent)]
     Hook(#[from] HookError),

@@ -69,9 +69,9 @@ impl Overrides {
         Ok(())
     }
 
-    /// Whether connections are to continue in the copy.
+    /// Whether all connections are to continue in the copy.
     pub fn keeps_connections(&self) -> bool {
-        matches!(self.tcp(), Some(Tcp::Keep | Tcp::Auto))
+        self.tcp() == Some(Tcp::Keep)
     }
 
     /// What becomes of TCP connections, if a client has chosen.

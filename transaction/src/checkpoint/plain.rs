@@ -55,7 +55,9 @@ pub(super) async fn run(
     others: OtherGpus,
     reaper: &Reaper,
 ) -> Result<(), CheckpointError> {
-    if request.overrides.tcp() == Some(Tcp::Close) {
+    // In a pod it is for the containers with GPUs.
+    let chosen = request.overrides.tcp().filter(|_| request.meeting.is_none());
+    if matches!(chosen, Some(Tcp::Close | Tcp::Auto)) {
         return Err(CheckpointError::refused(container, EffectError::PlainClose));
     }
     let plugins = plugins_for(container, others)?;

@@ -224,6 +224,15 @@ pub fn a_busy_gpu_is_seen_before_the_pause_and_another_one_chosen(platform: Plat
             Image::new(IMAGE).import(b.node())?;
             moved(a, &["--gpus", "auto"])?;
             copy(b, "job", &b.uuids()[1..])?.remove()?;
+            // It is another image's no more, and the copy's own layers are still known.
+            counter(a)?;
+            moved(a, &["--gpus", "1", "--name", "job2"])?;
+            b.firn(&["checkpoint", "job2", "/srv/job2.tar"])?;
+            copy(b, "job2", &b.uuids()[1..])?.remove()?;
+            // Nothing of the choice is left: it gets the GPU that its spec names.
+            b.firn(&["restore", "/srv/job2.tar"])?;
+            copy(b, "job2", &b.uuids()[..1])?.remove()?;
+            b.node().run(&["rm", "/srv/job2.tar"])?;
             big.goes_on(3).map(drop)
         })?;
         big.remove()?;
