@@ -50,7 +50,8 @@ impl Facts {
     /// # Errors
     /// Why it cannot be checkpointed here.
     pub fn of(container: Running<'_>) -> Result<Self, ProblemReport> {
-        let own = Spec::load(container.bundle)?;
+        // A containerd whose state is not next to its socket has the bundle elsewhere.
+        let own = Spec::load(container.bundle).unwrap_or_else(|_| container.spec.clone());
         let members = Cgroup::of_pid(container.init).and_then(|cgroup| cgroup.pids());
         let tree: Vec<i32> = Tree::of(container.init, &members.unwrap_or_default())
             .dumped
