@@ -97,7 +97,7 @@ pub struct CheckpointOptions {
     /// containerd does not know the field and hands it on.
     #[prost(string, tag = "15002")]
     pub bulk: String,
-    /// Values that count for this checkpoint in the place of the container's annotations.
+    /// Values that count for this checkpoint instead of the container's annotations.
     #[prost(map = "string, string", tag = "15003")]
     pub overrides: HashMap<String, String>,
 }

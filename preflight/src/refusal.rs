@@ -355,7 +355,7 @@ const CLOSE_UNIX: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the c
                           every checkpoint: the annotation firn.dev/tcp=auto, or tcp = \"auto\" under \
                           [checkpoint] in the configuration";
 const NOT_KEPT: &str = "use --tcp auto, or the annotation firn.dev/tcp=auto, with which the copy finds \
-                        them closed, in the place of keep";
+                        them closed, instead of keep";
 const CLOSE_BEFORE: &str = "try again if it is a connection that is about to be accepted; otherwise close \
                             them before the checkpoint, as in a hook prepare, or let both ends have the \
                             same network namespace";

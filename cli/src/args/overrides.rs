@@ -1,13 +1,15 @@
-//! Settings of one checkpoint, in the place of the container's annotations.
+//! Settings of one checkpoint, instead of the container's annotations.
 
 use std::collections::HashMap;
 
 use clap::Args;
 use firn_config::names;
+use firn_host::ProblemReport;
 use firn_oci::Spec;
+use firn_transaction::checkpoint::Overrides;
 
 /// Where `--help` lists them.
-const HEADING: &str = "For this checkpoint, in the place of the container's annotations";
+const HEADING: &str = "For this checkpoint, instead of the container's annotations";
 
 const TCP: [&str; 4] = ["refuse", "close", "keep", "auto"];
 
@@ -45,15 +47,8 @@ impl OverrideArgs {
     }
 
     /// The spec as it counts for the checkpoint.
-    pub fn apply(&self, spec: Spec) -> Spec {
-        let given = self.annotations();
-        let mut overridden = spec.clone();
-        match overridden.object_mut("annotations") {
-            Ok(annotations) if !given.is_empty() => {
-                annotations.extend(given.into_iter().map(|(name, value)| (name, value.into())));
-                overridden
-            }
-            _ => spec,
-        }
+    pub fn apply(&self, spec: &mut Spec) -> Result<(), ProblemReport> {
+        Overrides::of(&self.annotations())?.apply(spec)?;
+        Ok(())
     }
 }

@@ -66,14 +66,14 @@ impl Subject {
             state,
             ..
         } = &args.subject;
-        match subject.parse() {
+        let mut found = match subject.parse() {
             Ok(pid) => Self::of_pid(pid, state),
             Err(_) => Self::of_container(subject, &containerd.namespace, state),
+        }?;
+        if let Some(spec) = &mut found.spec {
+            args.overrides.apply(spec)?;
         }
-        .map(|found| Self {
-            spec: found.spec.map(|spec| args.overrides.apply(spec)),
-            ..found
-        })
+        Ok(found)
     }
 
     /// All processes.

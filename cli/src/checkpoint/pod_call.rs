@@ -25,7 +25,7 @@ pub struct PodCall<'a> {
     containerd: &'a Containerd,
     /// The image of each container, by its id.
     images: BTreeMap<String, PathBuf>,
-    /// What counts in the place of the containers' annotations.
+    /// What counts instead of the containers' annotations.
     overrides: HashMap<String, String>,
     sent: String,
 }

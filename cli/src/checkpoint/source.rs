@@ -62,7 +62,7 @@ pub struct Source {
     pub containerd: Containerd,
     pub container: Container,
     pub namespace: String,
-    /// What counts in the place of the container's annotations.
+    /// What counts instead of the container's annotations.
     pub overrides: HashMap<String, String>,
     lease: String,
     /// Of its init.
@@ -100,7 +100,6 @@ impl Source {
         };
         match containerd.task(&id).await? {
             Some(task) if matches!(task.state, TaskState::Running | TaskState::Paused) => Ok(Candidate {
-                chain: chain(containerd, &container).await,
                 container,
                 namespace,
                 pid: task.pid,
@@ -113,13 +112,6 @@ impl Source {
 
     fn id(&self) -> &str {
         &self.container.id
-    }
-
-    fn snapshot(&self) -> Snapshot<'_> {
-        Snapshot {
-            snapshotter: &self.container.snapshotter,
-            key: &self.container.snapshot_key,
-        }
     }
 
     pub fn containerd(&self) -> &Containerd {
@@ -167,7 +159,9 @@ impl Source {
             Err(error) => return Err(error.into()),
         };
         steps.begin("files");
-        parts.push(self.files().await?);
+        let own = Snapshot::of(&self.container);
+        let below = containerd.parent_of(own).await?.unwrap_or_default();
+        parts.push(self.files(own, &below).await?);
         steps.begin("index");
         let mut blobs = vec![Blob::new(media::OPTIONS, options.encode_to_vec())];
         let runtime = self.container.runtime.clone().unwrap_or_default();
@@ -178,7 +172,6 @@ impl Source {
             blob.upload(containerd, &[]).await?;
             parts.push(blob.part.clone());
         }
-        let below = containerd.parent_of(self.snapshot()).await?.unwrap_or_default();
         let index = Index::new(&self.container, &below, parts);
         let json = serde_json::to_vec(&index).unwrap_or_default();
         let blob = Blob::new(media::INDEX, json);
@@ -215,14 +208,12 @@ impl Source {
         Ok(parts)
     }
 
-    /// The files that the container has written.
-    async fn files(&self) -> Result<Part, CheckpointError> {
+    /// The files that the container has written into its own snapshot, which is above `parent`.
+    async fn files(&self, own: Snapshot<'_>, parent: &str) -> Result<Part, CheckpointError> {
         let containerd = &self.containerd;
-        let own = self.snapshot();
-        let parent = containerd.parent_of(own).await?.unwrap_or_default();
         let view = format!("firn-{}-parent", self.lease);
         let below = Snapshot { key: &view, ..own };
-        let left = containerd.view(below, &parent).await?;
+        let left = containerd.view(below, parent).await?;
         let right = containerd.mounts(&self.container).await?;
         let made = containerd.diff(left, right, media::LAYER).await;
         let removed = containerd.remove_snapshot(below).await;
@@ -327,25 +318,10 @@ impl Source {
     }
 }
 
-/// Chain id of the layers that a container began with; none if the snapshotter does not show them.
-async fn chain(containerd: &Containerd, container: &Container) -> Option<String> {
-    if container.snapshot_key.is_empty() {
-        return None;
-    }
-    let own = Snapshot {
-        snapshotter: &container.snapshotter,
-        key: &container.snapshot_key,
-    };
-    let below = containerd.parent_of(own).await.ok().flatten();
-    below.filter(|below| oci_image::is_chain(below))
-}
-
 /// A container that can be checkpointed, by what containerd knows of it.
 pub struct Candidate {
     pub container: Container,
     pub namespace: String,
-    /// Chain id of the layers that it began with; none if they are no image's.
-    pub chain: Option<String>,
     pid: u32,
     was_paused: bool,
     alone: Alone,
@@ -363,8 +339,22 @@ impl Candidate {
         }
     }
 
+    /// Chain id of the layers that it began with; none if they are no image's, or its snapshotter does not
+    /// show them.
+    pub async fn chain(&self, containerd: &Containerd) -> Option<String> {
+        if self.container.snapshot_key.is_empty() {
+            return None;
+        }
+        let below = containerd.parent_of(Snapshot::of(&self.container)).await;
+        below.ok().flatten().filter(|below| oci_image::is_chain(below))
+    }
+
     /// This node can send the image that the container began with: its tag may have been moved.
-    pub async fn expect_base_image(&self, containerd: &Containerd) -> Result<(), ImageError> {
+    pub async fn expect_base_image(
+        &self,
+        containerd: &Containerd,
+        chain: Option<&str>,
+    ) -> Result<(), ImageError> {
         let name = &self.container.image;
         let target = containerd.image(name).await?.and_then(|image| image.target);
         let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
@@ -381,10 +371,10 @@ impl Candidate {
                 Err(error) => return Err(error.into()),
             }
         }
-        match &self.chain {
-            Some(chain) if *chain != base.chain => Err(ImageError::BaseMoved {
+        match chain {
+            Some(chain) if chain != base.chain => Err(ImageError::BaseMoved {
                 name: name.clone(),
-                chain: chain.clone(),
+                chain: chain.to_owned(),
             }),
             _ => Ok(()),
         }

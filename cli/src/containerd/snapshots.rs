@@ -7,13 +7,23 @@ use firn_containerd::snapshots::{
     MountsResponse, PREPARE, PrepareRequest, REMOVE, STAT, SnapshotName, StatResponse, VIEW,
 };
 
-use super::{CallError, Containerd, Descriptor, Mount};
+use super::{CallError, Container, Containerd, Descriptor, Mount};
 
 /// A snapshot, by its snapshotter and its key there.
 #[derive(Clone, Copy)]
 pub struct Snapshot<'a> {
     pub snapshotter: &'a str,
     pub key: &'a str,
+}
+
+impl<'a> Snapshot<'a> {
+    /// That of a container's root file system.
+    pub fn of(container: &'a Container) -> Self {
+        Self {
+            snapshotter: &container.snapshotter,
+            key: &container.snapshot_key,
+        }
+    }
 }
 
 impl Snapshot<'_> {

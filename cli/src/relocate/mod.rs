@@ -74,7 +74,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
     let mut args = args.clone();
     let done = match block_on(find(&args))? {
         // Not in a future: it waits for firn-gpu.
-        Ok(found) => {
+        Ok((found, chain)) => {
             args.container.clone_from(&found.container.id);
             let (spec, bundle) = (
                 found.container.spec(),
@@ -84,7 +84,7 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
                 spec,
                 bundle: &bundle,
                 init: found.init(),
-                chain: found.chain.clone(),
+                chain,
             };
             match Facts::of(running) {
                 Ok(facts) => block_on(moved(&args, found, &facts, &mut steps))?,
@@ -138,7 +138,8 @@ async fn connect(args: &MoveArgs) -> Result<Containerd, MoveError> {
     Ok(Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?)
 }
 
-async fn find(args: &MoveArgs) -> Result<Candidate, MoveError> {
+/// The container, and the chain id of the layers that it began with.
+async fn find(args: &MoveArgs) -> Result<(Candidate, Option<String>), MoveError> {
     let containerd = connect(args).await?;
     let found = Source::find(&containerd, &args.containerd.namespace, &args.container).await?;
     found.expect_firn().await?;
@@ -149,7 +150,8 @@ async fn find(args: &MoveArgs) -> Result<Candidate, MoveError> {
     } else if spec.annotation(NERDCTL_STATE).is_some() {
         Err(MoveError::Nerdctl { id })
     } else {
-        Ok(found)
+        let chain = found.chain(&containerd).await;
+        Ok((found, chain))
     }
 }
 
@@ -171,7 +173,9 @@ async fn moved(
     let node = checked.ok_or_else(interrupted)??;
     let containerd = connect(args).await?;
     if !node.has_image {
-        found.expect_base_image(&containerd).await?;
+        found
+            .expect_base_image(&containerd, facts.chain.as_deref())
+            .await?;
     }
     steps.end();
     if args.dry_run {
@@ -226,10 +230,7 @@ async fn remove_source(
         source.end(proof, steps).await?;
         let (container, containerd) = (&source.container, &source.containerd);
         CallError::allow_absent(containerd.delete_container(&container.id).await)?;
-        let snapshot = Snapshot {
-            snapshotter: &container.snapshotter,
-            key: &container.snapshot_key,
-        };
+        let snapshot = Snapshot::of(container);
         Ok(CallError::allow_absent(
             containerd.remove_snapshot(snapshot).await,
         )?)

@@ -33,10 +33,7 @@ pub(super) async fn restore(
     let (container, _alone) = named::known(containerd, namespace, word).await?;
     // The container has its image already: the archive decides about processes and files alone.
     let base = contents::base(containerd, index, None).await?;
-    let own = Snapshot {
-        snapshotter: &container.snapshotter,
-        key: &container.snapshot_key,
-    };
+    let own = Snapshot::of(&container);
     let begins_with = match own.key {
         "" => None,
         _ => containerd.parent_of(own).await?,

@@ -168,7 +168,7 @@ impl Plan {
         })
     }
 
-    /// The GPUs that the container would get in the place of its own; none if it has no GPU state.
+    /// The GPUs that the container would get instead of its own; none if it has no GPU state.
     pub fn map(&self) -> Option<&GpuMap> {
         match &self.gpus {
             PlannedGpus::Mapped { assignment, .. } => Some(&assignment.map),

@@ -68,7 +68,7 @@ pub struct Request {
     pub layer: Option<PathBuf>,
     /// All memory goes into the image, whatever annotation and configuration have of a store.
     pub inline: bool,
-    /// What counts in the place of the container's annotations.
+    /// What counts instead of the container's annotations.
     pub overrides: Overrides,
 }
 

@@ -1,4 +1,4 @@
-//! Settings of a client that count for one checkpoint, in the place of the container's annotations: a job
+//! Settings of a client that count for one checkpoint, instead of the container's annotations: a job
 //! that has run for a week need not be created again for a setting.
 
 use std::collections::BTreeMap;
@@ -59,7 +59,7 @@ impl Overrides {
     }
 
     /// Gives the spec these annotations, in memory.
-    pub(super) fn apply(&self, spec: &mut Spec) -> Result<(), SpecError> {
+    pub fn apply(&self, spec: &mut Spec) -> Result<(), SpecError> {
         if !self.0.is_empty() {
             let annotations = spec.object_mut("annotations")?;
             for (name, value) in &self.0 {
