@@ -27,7 +27,9 @@
 //! - Several CUDA processes: they may share GPU memory in ways that /proc does not show. Processes that only
 //!   use NVML (nvidia-smi, monitors) are known to the driver and share nothing. They do not count: they map
 //!   no device node of the driver, as every process does after cuInit. (Both map libcuda. /dev/nvidia-uvm is
-//!   mapped only with a context, which cuMemCreate does not need.)
+//!   mapped only with a context, which cuMemCreate does not need.) A process without a context is counted: it
+//!   may have imported memory, which the driver does not restore, and it looks like one that has only called
+//!   cuInit. A compile worker of PyTorch is known by its program, and does not count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -83,6 +85,13 @@ const DRIVER_RANGE: std::ops::Range<u64> = 0x2_0000_0000..0x4_0000_0000;
 
 /// Pipe directory of an MPS daemon without `CUDA_MPS_PIPE_DIRECTORY`.
 const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
+
+/// The program of a compile worker of inductor (`torch.compile`). It calls cuInit and is given source text
+/// alone.
+const COMPILE_WORKER: &str = "torch/_inductor/compile_worker/__main__.py";
+
+/// Among how many arguments of a process its program is looked for: the interpreter's come first.
+const FIRST_ARGUMENTS: usize = 8;
 
 /// How the file names of libraries begin that share GPU memory between processes.
 const SHARING_LIBRARIES: [&str; 3] = ["nvshmem_bootstrap", "nvshmem_transport", "libuct_cuda"];
@@ -221,7 +230,7 @@ pub(crate) fn inspect(
     Ok((findings, inherited))
 }
 
-/// Adds the findings of a process. Returns whether it uses more of CUDA than NVML.
+/// Adds the findings of a process. Returns whether it uses more of CUDA than NVML, and may share memory.
 fn inspect_one(
     proc_root: &Path,
     pid: i32,
@@ -251,7 +260,8 @@ fn inspect_one(
             );
         }
     }
-    if mapped.nccl || (is_rank && mapped.has_node) {
+    let compiles = mapped.contexts.is_empty() && is_compile_worker(proc_root, pid)?;
+    if !compiles && (mapped.nccl || (is_rank && mapped.has_node)) {
         let (comm, missing) = (comm(), environment.missing_for_sockets());
         add(Refusal::Nccl { pid, comm, missing }, Certainty::Certain);
     }
@@ -267,7 +277,25 @@ fn inspect_one(
         let comm = comm();
         add(Refusal::Mps { pid, comm, directory }, certainty);
     }
-    Ok(mapped.has_node)
+    Ok(mapped.has_node && !compiles)
+}
+
+/// Whether a process runs [`COMPILE_WORKER`].
+fn is_compile_worker(proc_root: &Path, pid: i32) -> Result<bool, Unreadable> {
+    let what = "cmdline";
+    let path = proc_root.join(pid.to_string()).join(what);
+    let (mut left, mut found) = (FIRST_ARGUMENTS, false);
+    let read = bounded::each(&path, 0, bounded::WHOLE, |argument| {
+        found = Path::new(OsStr::from_bytes(argument)).ends_with(COMPILE_WORKER);
+        left -= 1;
+        if found || left == 0 {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    });
+    let read = proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
+    Ok(read.is_some() && found)
 }
 
 /// Whether a file is a device node of the driver. Only the name counts: it may have another path, or be

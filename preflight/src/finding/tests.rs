@@ -276,6 +276,36 @@ fn several_cuda_processes_are_a_finding_of_their_own() {
     assert_eq!(found(&root, &[7, 9]), []);
 }
 
+/// `maps` of a process that has called cuInit and has no context, from an H200 with driver 580.
+const WITHOUT_CONTEXT: &str = "\
+200400000-200600000 rw-s 00000000 00:06 610                              /dev/nvidiactl
+7f6a10000000-7f6a10010000 rw-s 00000000 00:06 615                        /dev/nvidia0
+7f6a20000000-7f6a25000000 r-xp 00000000 fe:01 99                         /usr/lib/libcuda.so.580.159.04
+7f6a30000000-7f6a35000000 r-xp 00000000 fe:01 98                         /usr/lib/libnccl.so.2
+";
+
+#[test]
+fn a_compile_worker_without_a_context_does_not_count() {
+    const MAIN: &str = "torch/_inductor/compile_worker/__main__.py";
+    let root = processes(&[(7, "", ""), (8, "", "")]);
+    let maps = root.path().join("8/maps");
+    let found_with = |command: &str| {
+        fs::write(root.path().join("8/cmdline"), command.replace(' ', "\0")).unwrap();
+        found(&root, &[7, 8]).len()
+    };
+    let packages = format!("/usr/lib/python3/dist-packages/{MAIN}");
+    fs::write(&maps, WITHOUT_CONTEXT).unwrap();
+    assert_eq!(found_with(&format!("python3 {packages} --kind=fork")), 0);
+    assert_eq!(found_with(&format!("python3 -u -X dev {packages} ")), 0);
+    for other in ["", "python3", "python3 train.py", &format!("python3 my{MAIN}")] {
+        assert_eq!(found_with(other), 2, "{other}: NCCL, and several processes");
+    }
+    let behind = format!("python3 train.py 1 2 3 4 5 6 {packages}");
+    assert_eq!(found_with(&behind), 2, "an argument of another program");
+    fs::write(&maps, format!("{BASELINE}{WITHOUT_CONTEXT}")).unwrap();
+    assert_eq!(found_with(&format!("python3 {packages}")), 2, "with a context");
+}
+
 #[test]
 fn ended_processes_have_no_findings_and_unreadable_ones_are_an_error() {
     let root = processes(&[]);

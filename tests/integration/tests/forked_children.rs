@@ -208,6 +208,36 @@ fn a_second_dump_into_one_directory_is_whole(platform: Platform) -> Result<()> {
     })
 }
 
+/// A compile worker of inductor has CUDA and no context, and its children have what it has open. Another
+/// program like it may have imported memory.
+fn a_compile_worker_moves_with_its_job(platform: Platform) -> Result<()> {
+    const WORKER: &str = "/opt/torch/_inductor/compile_worker/__main__.py";
+    let hosts = [host(platform, "fc-comp-a", 1)?, host(platform, "fc-comp-b", 2)?];
+    on(hosts, |[a, b]| {
+        a.watch_runc()?;
+        is_refused(a, job(a, &["--compiles=/opt/train.py"])?, "FIRN-IPC:")?;
+
+        let source = job(a, &["--compiles", WORKER])?;
+        let before = family(&source, "process ")?;
+        ensure!(before.len() == 3, "{before:?}");
+        let audit = a.node().run(&["firn", "audit", "job"])?.stdout;
+        ensure!(!audit.contains("FIRN-IPC"), "{audit}");
+        source.checkpoint("checkpoint/job")?;
+        source.goes_on(3)?;
+        source.remove()?;
+        a.idle()?;
+
+        a.send_image("checkpoint/job", b)?;
+        let (copy, _) = Container::restore(b, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        let after = family(&copy, "process ")?;
+        ensure!(after == before, "{before:?} became {after:?}");
+        copy.checkpoints_again("checkpoint/job")?;
+        copy.remove()?;
+        b.idle()
+    })
+}
+
 fn is_refused(host: &GpuHost, job: Container<'_>, code: &str) -> Result<()> {
     let output = failure(job.checkpoint("checkpoint/job"))?;
     ensure!(
@@ -238,6 +268,7 @@ pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         children_move_with_their_parent [FORKY, TRIXIE];
         a_second_dump_into_one_directory_is_whole [FORKY, FORKY_V2];
+        a_compile_worker_moves_with_its_job [FORKY, TRIXIE];
         a_node_without_the_plugin_refuses [FORKY];
         plugins_of_the_operator_are_used_too [FORKY];
         other_children_are_refused [FORKY];

@@ -84,6 +84,9 @@ pub struct Options {
     /// Start a program before CUDA is in use that forks so many children
     #[arg(long, default_value_t = 0)]
     server: usize,
+    /// Start a process with this argument before CUDA is in use that calls cuInit and forks two children
+    #[arg(long)]
+    compiles: Option<String>,
     /// Fork a chain of so many processes, each the child of the one before, that do nothing
     #[arg(long, default_value_t = 0)]
     chain: usize,
@@ -120,6 +123,9 @@ pub struct Options {
     /// Started by --server: how many children to fork
     #[arg(long, hide = true)]
     serve: Option<usize>,
+    /// Started by --compiles: its argument
+    #[arg(long, hide = true)]
+    compile: Option<String>,
 }
 
 /// Runs as the options define.
@@ -133,6 +139,9 @@ pub fn run(options: &Options) -> Result<()> {
     }
     if let Some(handle) = &options.import {
         return import(options, handle);
+    }
+    if options.compile.is_some() {
+        Driver::open()?.init()?;
     }
     if let Some(count) = options.serve {
         return children::serve(count).context("cannot fork");
@@ -165,6 +174,12 @@ fn spawn(arguments: &[String]) -> Result<Child> {
         .args(arguments)
         .spawn()
         .context("cannot start a child")
+}
+
+/// Starts a process that has CUDA and no context, and two children.
+fn compiler(argument: &str) -> Result<Child> {
+    let arguments = ["--child", "--serve=2", "--compile", argument];
+    spawn(&arguments.map(str::to_owned))
 }
 
 fn watch(children: Vec<Child>) -> Result<()> {
@@ -235,6 +250,7 @@ fn compute(options: &Options) -> Result<()> {
         0 => None,
         count => Some(spawn(&["--child".to_owned(), format!("--serve={count}")])?),
     };
+    let _compiler = options.compiles.as_deref().map(compiler).transpose()?;
     let driver = Arc::new(Driver::open()?);
     driver.init()?;
     let mut pool = None;
