@@ -207,7 +207,8 @@ pub struct DrainArgs {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn resume train\n  firn resume train --gpus 1 --busy wait\n\n\
-                  Exit status: 0 the container continues, 1 it does not, 2 wrong usage."
+                  Exit status: 0 the container continues, 1 it does not, 2 wrong usage, 3 refused, and \
+                  nothing was touched."
 )]
 pub struct ResumeArgs {
     #[command(flatten)]
@@ -225,7 +226,8 @@ pub struct ResumeArgs {
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn move-gpu train --gpus 1\n  firn move-gpu ranks --gpus 2,3\n\n\
-                  Exit status: 0 the container runs on the other GPUs, 1 it was not moved, 2 wrong usage."
+                  Exit status: 0 the container runs on the other GPUs, 1 it was not moved, 2 wrong usage, 3 \
+                  refused, and nothing was touched."
 )]
 pub struct MoveGpuArgs {
     #[command(flatten)]

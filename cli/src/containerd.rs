@@ -123,6 +123,13 @@ impl CallError {
         matches!(self, Self::Call { status, .. } if status.code() == Code::NotFound)
     }
 
+    /// Whether firn's shim has refused what was asked for, before it touched anything.
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::Call { status, .. }
+            if matches!(status.code(), Code::FailedPrecondition | Code::InvalidArgument)
+                && status.message().contains("FIRN-"))
+    }
+
     /// Whether the connection has ended before the answer came: what was asked for may be under way or done.
     pub fn is_lost(&self) -> bool {
         let Self::Call { status, .. } = self else {

@@ -29,6 +29,7 @@ mod manual;
 mod metrics;
 mod moves;
 mod oci_image;
+mod outcome;
 mod outlet;
 mod output;
 mod place;
@@ -38,6 +39,7 @@ mod relocate;
 mod restore;
 mod serving;
 mod sign;
+mod state_after;
 mod steps;
 mod store;
 mod stored;
@@ -49,50 +51,44 @@ use std::process::ExitCode;
 
 use clap::{ArgMatches, CommandFactory, FromArgMatches};
 
+use anyhow::Result;
 use args::{Args, Command};
-use audit::Verdict;
-
-/// Exit status of an audit that refuses nothing and suspects something.
-const SUSPECTED: u8 = 3;
+use outcome::Outcome;
 
 fn main() -> ExitCode {
     let matches = Args::command().get_matches();
     let args = Args::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    let result = match args.command {
-        Command::Inspect(args) => inspect::run(&args),
-        Command::Audit(args) => match audit::run(&args) {
-            Ok(Verdict::Suspected) => return ExitCode::from(SUSPECTED),
-            verdict => verdict.map(|verdict| verdict == Verdict::Can),
-        },
-        Command::Sign(args) => sign::run(&args),
+    let result: Result<Outcome> = match args.command {
+        Command::Inspect(args) => inspect::run(&args).map(Outcome::from),
+        Command::Audit(args) => audit::run(&args).map(Outcome::from),
+        Command::Sign(args) => sign::run(&args).map(Outcome::from),
         Command::Restore(args) => restore::run(&args),
         Command::Resume(args) => moves::resume(&args),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Move(args) => relocate::run(&args),
         Command::MoveGpu(args) => moves::move_gpu(&args),
-        Command::Doctor(args) => doctor::run(&args),
-        Command::Images(command) => images::run(&command),
-        Command::Ps(args) => ps::run(&args),
-        Command::History(args) => history::run(&args),
-        Command::Metrics(args) => metrics::run(&args),
-        Command::Drain(args) => drain::run(&args),
-        Command::Install(args) => install::install(&args),
-        Command::Uninstall(args) => install::uninstall(&args),
-        Command::Labels(args) => agent::labels::run(&args),
-        Command::NodeAgent(args) => agent::run(&args),
-        Command::Completions(args) => manual::completions(&args),
-        Command::Man(args) => manual::pages(&args),
-        Command::Cdi(command) => cdi::run(&command),
-        Command::Config(command) => config::run(&command),
-        Command::Store(command) => store::run(&command),
+        Command::Doctor(args) => doctor::run(&args).map(Outcome::from),
+        Command::Images(command) => images::run(&command).map(Outcome::from),
+        Command::Ps(args) => ps::run(&args).map(Outcome::from),
+        Command::History(args) => history::run(&args).map(Outcome::from),
+        Command::Metrics(args) => metrics::run(&args).map(Outcome::from),
+        Command::Drain(args) => drain::run(&args).map(Outcome::from),
+        Command::Install(args) => install::install(&args).map(Outcome::from),
+        Command::Uninstall(args) => install::uninstall(&args).map(Outcome::from),
+        Command::Labels(args) => agent::labels::run(&args).map(Outcome::from),
+        Command::NodeAgent(args) => agent::run(&args).map(Outcome::from),
+        Command::Completions(args) => manual::completions(&args).map(Outcome::from),
+        Command::Man(args) => manual::pages(&args).map(Outcome::from),
+        Command::Cdi(command) => cdi::run(&command).map(Outcome::from),
+        Command::Config(command) => config::run(&command).map(Outcome::from),
+        Command::Store(command) => store::run(&command).map(Outcome::from),
     };
     match result {
         Ok(_) if !output::is_complete() => {
             output::note!("firn: cannot write to standard output");
             ExitCode::FAILURE
         }
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(outcome) => outcome.status(),
         Err(error) => {
             // A text is always JSON.
             let _shown = output::failed(wants_json(&matches), format_args!("{error:#}"));

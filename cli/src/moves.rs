@@ -14,7 +14,9 @@ use tokio::time::interval;
 
 use crate::args::{MoveGpuArgs, ResumeArgs, TaskArgs};
 use crate::containerd::{CallError, Containerd, block_on};
+use crate::outcome::Outcome;
 use crate::output::{self, line, note, printed};
+use crate::state_after::StateAfter;
 use crate::text;
 
 /// How often a person sees that it is still under way.
@@ -53,16 +55,16 @@ struct GoesOn<'a> {
 
 printed! { GoesOn<'_>: "resume", "move-gpu" }
 
-pub fn resume(args: &ResumeArgs) -> Result<bool> {
+pub fn resume(args: &ResumeArgs) -> Result<Outcome> {
     let gpus = args.gpus.as_deref().unwrap_or(names::SAME_GPUS);
     run(&args.task, gpus, "resuming")
 }
 
-pub fn move_gpu(args: &MoveGpuArgs) -> Result<bool> {
+pub fn move_gpu(args: &MoveGpuArgs) -> Result<Outcome> {
     run(&args.task, &args.gpus, "moving")
 }
 
-fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
+fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<Outcome> {
     let begun = Instant::now();
     let doing = format!("{doing} {}", task.id);
     match block_on(with_progress(&doing, call(task, gpus)))? {
@@ -78,15 +80,24 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<bool> {
             } else {
                 line!("{id} continues, after {:.1} s", took.as_secs_f64())
             }
-            Ok(true)
+            Ok(Outcome::Done)
         }
-        Err(message) => output::failed(task.json, message),
+        Err(failure) => {
+            let at = &task.containerd;
+            let state = block_on(StateAfter::of(&at.socket.address, &at.namespace, &task.id))?;
+            output::failed_with(task.json, failure.shown, state.as_slice())?;
+            Ok(Outcome::failed(failure.is_refused))
+        }
     }
 }
 
-/// Why it does not continue, for a person: the shim's error, which has its own code and remedy, or one of
-/// ours.
-type Failure = String;
+/// Why it does not continue.
+struct Failure {
+    /// For a person: the shim's error, which has its own code and remedy, or one of ours.
+    shown: String,
+    /// Nothing was touched.
+    is_refused: bool,
+}
 
 /// Waits for a call. A person sees from time to time what it does.
 pub async fn with_progress<T>(doing: &str, call: impl Future<Output = T>) -> T {
@@ -103,27 +114,38 @@ pub async fn with_progress<T>(doing: &str, call: impl Future<Output = T>) -> T {
 }
 
 async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
-    let shown = |error: MoveError| ProblemLine(&error).to_string();
     let at = &task.containerd;
     let containerd = Containerd::connect(&at.socket.address, &at.namespace).await;
-    let containerd = containerd.map_err(|error| shown(error.into()))?;
+    let containerd = containerd.map_err(|error| Failure::of(&error.into(), false))?;
     let mut annotations = HashMap::from([(names::ANNOTATION_MOVE_GPU.to_owned(), gpus.to_owned())]);
     if let Some(busy) = task.busy.and_then(|busy| busy.to_possible_value()) {
         annotations.insert(names::ANNOTATION_GPU_BUSY.to_owned(), busy.get_name().to_owned());
     }
     let done = containerd.annotate(&task.id, annotations).await;
     done.map_err(|error| match error {
-        error if error.is_absent() => shown(MoveError::NoTask {
-            id: task.id.clone(),
-            namespace: task.containerd.namespace.clone(),
-        }),
-        CallError::Call { status, .. } if is_firns(status.message()) => status.message().to_owned(),
-        CallError::Call { status, .. } => shown(MoveError::Other {
-            id: task.id.clone(),
-            message: status.message().to_owned(),
-        }),
-        error => shown(error.into()),
+        error if error.is_absent() => {
+            let (id, namespace) = (task.id.clone(), task.containerd.namespace.clone());
+            Failure::of(&MoveError::NoTask { id, namespace }, true)
+        }
+        CallError::Call { ref status, .. } if is_firns(status.message()) => Failure {
+            shown: status.message().to_owned(),
+            is_refused: error.is_refusal(),
+        },
+        CallError::Call { ref status, .. } if !error.is_lost() => {
+            let (id, message) = (task.id.clone(), status.message().to_owned());
+            Failure::of(&MoveError::Other { id, message }, true)
+        }
+        error => Failure::of(&error.into(), false),
     })
+}
+
+impl Failure {
+    fn of(error: &MoveError, is_refused: bool) -> Self {
+        Self {
+            shown: ProblemLine(error).to_string(),
+            is_refused,
+        }
+    }
 }
 
 /// Whether an error is one of firn's: it has a code.

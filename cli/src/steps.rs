@@ -76,6 +76,13 @@ impl Steps {
         }
     }
 
+    /// Whether one of these phases has begun.
+    pub fn have_begun(&self, any: &[&str]) -> bool {
+        let current = self.current.iter().map(|(name, _)| name);
+        let mut all = self.done.iter().map(|(name, _)| name).chain(current);
+        all.any(|name| any.contains(&&**name))
+    }
+
     /// Those that have ended, in their order.
     pub fn ended(&self) -> Vec<Step<'_>> {
         let done = self.done.iter();

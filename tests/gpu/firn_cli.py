@@ -36,7 +36,7 @@ def parse_audit(status, text, errors=""):
     except ValueError:
         raise Failed(f"firn audit ended with {status} and no answer: {errors.strip()}") from None
     if "verdict" not in report:
-        raise Failed(f"firn audit ended with {status} and no answer: {report['failure']}")
+        raise Failed(f"firn audit ended with {status} and no answer: {report['failure']['message']}")
     verdict = report["verdict"]
     if STATUS.get(verdict) != status:
         raise Failed(f"firn audit reports {verdict} and ends with {status}")

@@ -240,7 +240,7 @@ class FirnCli(unittest.TestCase):
         with self.assertRaisesRegex(hosts.Failed, "no answer: firn: no container x"):
             firn_cli.parse_audit(1, "", "firn: no container x")
         with self.assertRaisesRegex(hosts.Failed, "no answer: no container y"):
-            firn_cli.parse_audit(1, '{"failure": "no container y"}')
+            firn_cli.parse_audit(1, '{"failure": {"message": "no container y"}}')
         with self.assertRaisesRegex(hosts.Failed, "reports can and ends with 1"):
             firn_cli.parse_audit(1, self.report("can"))
 

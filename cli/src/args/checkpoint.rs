@@ -17,7 +17,8 @@ const HELP: &str = "Examples:
 A path begins with /, ./ or ../, or ends with / or .tar. Other names are images, unless a file or directory \
 has the name: then write ./NAME, or add --as ref.
 
-Exit status: 0 done, 1 failed: the container continues as before, and nothing is left, 2 wrong usage.";
+Exit status: 0 done, 1 failed: the container continues as before, and nothing is left, 2 wrong usage, 3 \
+refused, and nothing was touched.";
 
 /// Checkpoint a container, with its GPU memory and the files that it has written.
 ///

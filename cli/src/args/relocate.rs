@@ -11,8 +11,8 @@ const HELP: &str = "Examples:
   firn move job root@gpu-8 --dry-run
   firn move job root@gpu-8 --ssh 'ssh -p 2222 -i /root/.ssh/moves'
 
-Exit status: 0 the container runs there (with --dry-run: nothing is in the way), 1 it was not moved and goes \
-on here, or the error names what to do, 2 wrong usage.";
+Exit status: 0 the container runs there (with --dry-run: nothing is in the way), 1 it was not moved and \
+continues here, or the error names what to do, 2 wrong usage, 3 refused, and nothing was touched.";
 
 /// Move a container to another node, over ssh.
 ///

@@ -21,7 +21,7 @@ A path begins with /, ./ or ../, or ends with / or .tar; - is standard input. Ot
 a file or directory has the name: then write ./NAME, or add --as ref.
 
 Exit status: 0 the container runs (with --dry-run: would be restored), 1 it was not restored and nothing of \
-it is left, 2 wrong usage.";
+it is left, 2 wrong usage, 3 refused (would be), and nothing was touched.";
 
 /// Options of a restore through containerd, which go with no spec and no GPUs that are given.
 const GIVEN: [&str; 6] = ["name", "into", "dir", "explain", "work_dir", "log"];

@@ -140,6 +140,16 @@ impl CheckpointError {
         }
     }
 
+    /// Whether the checkpoint is refused and nothing was touched, by firn or by the shim. `has_begun`: the
+    /// container was paused, or the shim was called.
+    pub fn is_refusal(&self, has_begun: bool) -> bool {
+        match self {
+            Self::Call(call) | Self::Image(ImageError::Call(call)) => call.is_refusal(),
+            Self::Lock(_) | Self::Interrupted { .. } | Self::Signals(_) | Self::Slow { .. } => false,
+            _ => !has_begun,
+        }
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         let call = match self {

@@ -25,8 +25,10 @@ pub use source::{Candidate, Source};
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};
+use crate::outcome::Outcome;
 use crate::output::{self, line, note, printed};
 use crate::place::Location;
+use crate::state_after::StateAfter;
 use crate::steps::{Step, Steps};
 use crate::stored::{self, InStore};
 use crate::text;
@@ -65,6 +67,8 @@ struct ContainerCheckpoint<'a> {
     memory: Option<InStore>,
     /// Whether the container has ended with its checkpoint.
     exited: bool,
+    /// Whether the container is paused, as it was before.
+    paused: bool,
     /// The phases that have ended, in their order.
     phases: Vec<Step<'a>>,
 }
@@ -75,10 +79,10 @@ struct NewCheckpoint {
     id: String,
     bytes: u64,
     memory: Option<InStore>,
+    was_paused: bool,
 }
 
-/// True: done.
-pub fn run(args: &CheckpointArgs) -> Result<bool> {
+pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
     let (None, Some(to)) = (&args.pod, &args.to) else {
         return pod::run(args);
     };
@@ -86,7 +90,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
     let done = match Location::of(to, args.kind) {
         Ok(place) if args.explain => {
             explain::print(args, &place);
-            return Ok(true);
+            return Ok(Outcome::Done);
         }
         Ok(place) => block_on(checkpoint(args, &place, &mut steps))?.map(|made| (place, made)),
         Err(ambiguous) => Err(ambiguous.into()),
@@ -94,10 +98,29 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
     match done {
         Ok((place, made)) => {
             print(args, &place, made, begun, &steps)?;
-            Ok(true)
+            Ok(Outcome::Done)
         }
-        Err(error) => output::failed(args.json, error.shown()),
+        Err(error) => failed(args, &error, &steps),
     }
+}
+
+/// Reports why there is no checkpoint, and how the container is now.
+fn failed(args: &CheckpointArgs, error: &CheckpointError, steps: &Steps) -> Result<Outcome> {
+    let (socket, namespace) = (&args.containerd.address, args.namespace());
+    let state = block_on(StateAfter::of(socket, namespace, &args.container))?;
+    output::failed_with(args.json, error.shown(), state.as_slice())?;
+    Ok(Outcome::failed(is_refused(
+        steps,
+        |begun| error.is_refusal(begun),
+        state.as_ref(),
+    )))
+}
+
+/// Whether a command that was to checkpoint a container was refused, and the container is as it was.
+pub fn is_refused(steps: &Steps, by: impl FnOnce(bool) -> bool, state: Option<&StateAfter>) -> bool {
+    let has_paused = steps.have_begun(&["pause"]);
+    let is_left = has_paused && state.is_some_and(StateAfter::is_paused);
+    by(has_paused || steps.have_begun(&["checkpoint"])) && !is_left
 }
 
 fn print(
@@ -108,7 +131,13 @@ fn print(
     steps: &Steps,
 ) -> Result<()> {
     let (took, shown) = (begun.elapsed(), place.shown());
-    let NewCheckpoint { id, bytes, memory } = made;
+    let NewCheckpoint {
+        id,
+        bytes,
+        memory,
+        was_paused,
+    } = made;
+    let paused = was_paused && !args.exit;
     if args.json {
         return output::json(&CheckpointOutput::Container(ContainerCheckpoint {
             container: &id,
@@ -119,12 +148,17 @@ fn print(
             ms: text::ms(took),
             memory,
             exited: args.exit,
+            paused,
             phases: steps.ended(),
         }));
     }
-    let goes = if args.exit { "has ended" } else { "continues" };
+    let now = match (args.exit, paused) {
+        (true, _) => "has ended",
+        (false, true) => "is paused, as it was",
+        (false, false) => "continues",
+    };
     let (size, seconds) = (text::bytes(bytes), took.as_secs_f64());
-    line!("{shown}: {size}. {id} {goes}, after {seconds:.1} s");
+    line!("{shown}: {size}. {id} {now}, after {seconds:.1} s");
     if let Some(memory) = &memory {
         line!("{}", memory.shown());
     }
@@ -193,19 +227,27 @@ async fn begin(
     }
 }
 
+async fn find(
+    args: &CheckpointArgs,
+    place: &Location,
+    containerd: &Containerd,
+) -> Result<Candidate, CheckpointError> {
+    let found = Source::find(containerd, args.namespace(), &args.container).await?;
+    found.expect_firn().await?;
+    if !matches!(place, Location::Dir(_)) {
+        found.expect_base()?;
+    }
+    Ok(found)
+}
+
 async fn checkpoint(
     args: &CheckpointArgs,
     place: &Location,
     steps: &mut Steps,
 ) -> Result<NewCheckpoint, CheckpointError> {
-    let namespace = args.namespace();
-    let containerd = Containerd::connect(&args.containerd.address, namespace).await?;
-    let found = Source::find(&containerd, namespace, &args.container).await?;
-    let id = found.container.id.clone();
-    found.expect_firn().await?;
-    if !matches!(place, Location::Dir(_)) {
-        found.expect_base()?;
-    }
+    let containerd = Containerd::connect(&args.containerd.address, args.namespace()).await?;
+    let found = find(args, place, &containerd).await?;
+    let (id, was_paused) = (found.container.id.clone(), found.was_paused());
     let mut interrupts = Interrupts::new()?;
     let (source, mut target) = begin(found, &containerd, place, args.overrides.annotations()).await?;
     let paused = source.pause(steps).await;
@@ -250,7 +292,12 @@ async fn checkpoint(
         note!("firn: what was written for the checkpoint is left for a day: {error}");
     }
     match (done, ended) {
-        (done, Ok(())) => done.map(|bytes| NewCheckpoint { id, bytes, memory }),
+        (done, Ok(())) => done.map(|bytes| NewCheckpoint {
+            id,
+            bytes,
+            memory,
+            was_paused,
+        }),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {
             note!("firn: {}", error.shown());

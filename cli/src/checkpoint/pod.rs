@@ -16,10 +16,13 @@ use firn_image::form;
 use firn_image::manifest::Manifest;
 use firn_transaction::transfer::StaysHere;
 use serde::{Deserialize, Serialize};
+use tokio::time::timeout;
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
+use crate::outcome::Outcome;
 use crate::output::{self, line, note};
+use crate::state_after::{self, StateAfter};
 use crate::stored::InStore;
 use crate::text;
 
@@ -66,6 +69,16 @@ enum PodError {
     Call(#[from] CallError),
 }
 
+impl PodError {
+    /// Whether the shim was not called. What it refuses for one container may have begun for another one.
+    fn is_before_the_call(&self) -> bool {
+        matches!(
+            self,
+            Self::Name { .. } | Self::None { .. } | Self::Two { .. } | Self::Directory { .. }
+        )
+    }
+}
+
 /// The containers of a pod were checkpointed.
 #[derive(Serialize)]
 #[cfg_attr(test, derive(schemars::JsonSchema))]
@@ -80,7 +93,7 @@ pub struct PodCheckpoints<'a> {
     ms: u64,
 }
 
-pub fn run(args: &CheckpointArgs) -> Result<bool> {
+pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
     let begun = Instant::now();
     let pod = args.pod.as_deref().unwrap_or_default();
     let doing = format!("checkpoint of pod {pod}");
@@ -108,7 +121,7 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
                 }
                 line!("{pod} continues, after {:.1} s", took.as_secs_f64());
             }
-            Ok(true)
+            Ok(Outcome::Done)
         }
         Err(error) => {
             let message = match &error {
@@ -116,9 +129,26 @@ pub fn run(args: &CheckpointArgs) -> Result<bool> {
                 PodError::Checkpoint(message) => message.clone(),
                 error => ProblemLine(error).to_string(),
             };
-            output::failed(args.json, message)
+            output::failed_with(args.json, message, &block_on(states(args, pod))?)?;
+            Ok(Outcome::failed(error.is_before_the_call()))
         }
     }
+}
+
+/// How the containers of the pod are now.
+async fn states(args: &CheckpointArgs, pod: &str) -> Vec<StateAfter> {
+    let (socket, namespace) = (&args.containerd.address, args.namespace());
+    let found = async {
+        let containerd = Containerd::connect(socket, namespace).await?;
+        containers(&containerd, pod).await
+    };
+    let mut states = Vec::new();
+    let found = timeout(state_after::LIMIT, found).await;
+    let found = found.ok().and_then(Result::ok).unwrap_or_default();
+    for id in found.into_values() {
+        states.extend(StateAfter::of(socket, namespace, &id).await);
+    }
+    states
 }
 
 /// Returns the image of each container, by its name in the pod.

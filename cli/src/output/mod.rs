@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use firn_config::text::{one_line, write_line};
 
 pub(crate) use json::printed;
-pub use json::{Printed, failed, json, json_line};
+pub use json::{Failure, Printed, failed, failed_with, json, json_line};
 pub use table::table;
 pub use terminal::Tone;
 

@@ -114,6 +114,16 @@ impl MoveError {
         }
     }
 
+    /// Whether the move is refused and nothing was touched, as [`CheckpointError::is_refusal`].
+    pub fn is_refusal(&self, has_begun: bool) -> bool {
+        match self {
+            Self::Checkpoint(error) => error.is_refusal(has_begun),
+            Self::Call(call) | Self::Image(ImageError::Call(call)) => call.is_refusal(),
+            Self::Ssh { .. } | Self::Interrupted { .. } | Self::Signals(_) => false,
+            _ => !has_begun,
+        }
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         match self {

@@ -30,10 +30,12 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::args::relocate::MoveArgs;
-use crate::checkpoint::{Candidate, Interrupts, Source};
+use crate::checkpoint::{Candidate, Interrupts, Source, is_refused};
 use crate::containerd::{CallError, ContainerSpec, Containerd, NERDCTL_STATE, Snapshot, block_on};
+use crate::outcome::Outcome;
 use crate::output::{self, line, note, printed};
 use crate::restore::facts::{Facts, Running};
+use crate::state_after::StateAfter;
 use crate::steps::{Step, Steps};
 use crate::text;
 use error::MoveError;
@@ -68,8 +70,7 @@ struct Relocation<'a> {
 
 printed! { Relocation<'_>: "move" }
 
-/// True: done.
-pub fn run(args: &MoveArgs) -> Result<bool> {
+pub fn run(args: &MoveArgs) -> Result<Outcome> {
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
     let mut args = args.clone();
     let done = match block_on(find(&args))? {
@@ -96,10 +97,22 @@ pub fn run(args: &MoveArgs) -> Result<bool> {
     match done {
         Ok((bytes, answer)) => {
             print(&args, bytes, &answer, begun, &steps)?;
-            Ok(true)
+            Ok(Outcome::Done)
         }
-        Err(error) => output::failed(args.json, error.shown()),
+        Err(error) => failed(&args, &error, &steps),
     }
+}
+
+/// Reports why it was not moved, and how the container is here.
+fn failed(args: &MoveArgs, error: &MoveError, steps: &Steps) -> Result<Outcome> {
+    let (socket, namespace) = (&args.containerd.socket.address, &args.containerd.namespace);
+    let state = block_on(StateAfter::of(socket, namespace, &args.container))?;
+    output::failed_with(args.json, error.shown(), state.as_slice())?;
+    Ok(Outcome::failed(is_refused(
+        steps,
+        |begun| error.is_refusal(begun),
+        state.as_ref(),
+    )))
 }
 
 fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {

@@ -19,6 +19,7 @@ use crate::checkpoint::Source;
 use crate::containerd::{Task, TaskState};
 use crate::oci_image::{self, BaseImage, Blob, ImageError, Index, Layout, Part, media};
 use crate::outlet::Outlet;
+use crate::output::Failure;
 use crate::restore::check::Node;
 use crate::restore::facts::Facts;
 use crate::steps::Steps;
@@ -214,9 +215,7 @@ impl<'a> There<'a> {
     }
 
     fn refused(&self, answer: &Value) -> MoveError {
-        let message = answer["failure"]
-            .as_str()
-            .map_or_else(|| answer.to_string(), str::to_owned);
+        let message = failure(answer).map_or_else(|| answer.to_string(), |failure| failure.to_string());
         MoveError::Failed {
             target: self.args.target.clone(),
             id: self.args.container.clone(),
@@ -251,8 +250,15 @@ fn write_aside(mut stdin: ChildStdin, facts: Vec<u8>) {
 
 /// Whether the other node answers that nothing runs there: a failure that may have left a task does not.
 fn is_failure(answer: &Value) -> bool {
-    let failure = answer["failure"].as_str();
-    failure.is_some_and(|text| !text.starts_with(LEFT))
+    failure(answer).is_some_and(|failure| failure.code.as_deref() != Some(LEFT))
+}
+
+/// Why a command has failed there. That of an older firn prints a text.
+fn failure(answer: &Value) -> Option<Failure> {
+    match &answer["failure"] {
+        Value::String(text) => Some(Failure::of(text)),
+        failure => serde_json::from_value(failure.clone()).ok(),
+    }
 }
 
 /// The checkpoint with the image that the container began with.
@@ -288,10 +294,25 @@ mod tests {
         with_there(|there| {
             let of = |answer: Option<Value>| there.judged(answer);
             assert!(of(Some(json!({ "pid": 7 }))).is_ok_and(|(_, pid)| pid == 7));
-            let failed = of(Some(json!({ "failure": "FIRN-GPU-COUNT: two" })));
-            assert!(matches!(failed, Err(MoveError::Failed { message, .. }) if message.contains("two")));
-            let left = json!({ "failure": "FIRN-RESTORE-LEFT: its task may be left" });
-            for answer in [None, Some(Value::Null), Some(json!({})), Some(left)] {
+            let count = json!({ "code": "FIRN-GPU-COUNT", "message": "two" });
+            for failure in [json!("FIRN-GPU-COUNT: two"), count] {
+                let Err(MoveError::Failed { message, .. }) = of(Some(json!({ "failure": failure }))) else {
+                    panic!("{failure} is a failure");
+                };
+                assert_eq!(message, "FIRN-GPU-COUNT: two");
+            }
+            let left =
+                json!({ "failure": { "code": "FIRN-RESTORE-LEFT", "message": "its task may be left" } });
+            let before = json!({ "failure": "FIRN-RESTORE-LEFT: its task may be left" });
+            let no_failure = json!({ "failure": 7 });
+            for answer in [
+                None,
+                Some(Value::Null),
+                Some(json!({})),
+                Some(left),
+                Some(before),
+                Some(no_failure),
+            ] {
                 assert!(matches!(of(answer), Err(MoveError::Unknown { .. })));
             }
         });

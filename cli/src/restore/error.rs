@@ -156,6 +156,16 @@ impl RestoreError {
         )
     }
 
+    /// Whether the restore is refused and nothing is touched, by firn or by the shim. `has_begun`: something
+    /// was made.
+    pub fn is_refused(&self, has_begun: bool) -> bool {
+        match self {
+            Self::Call(call) | Self::Image(ImageError::Call(call)) => call.is_refusal(),
+            Self::Lock(_) | Self::Interrupted { .. } | Self::Signals(_) | Self::Node(_) => false,
+            _ => !has_begun,
+        }
+    }
+
     /// With its code and hint, unless the shim has given both.
     pub fn shown(&self) -> String {
         let call = match self {

@@ -26,6 +26,7 @@ use serde::Serialize;
 use crate::args::restore::RestoreArgs;
 use crate::containerd::block_on;
 use crate::oci_image::Index;
+use crate::outcome::Outcome;
 use crate::output::{self, Tone, line, print_toned, printed};
 use crate::place::Location;
 use crate::steps::{Step, Steps};
@@ -98,11 +99,14 @@ struct Restoration<'a> {
 
 printed! { Restoration<'_>: "restore" }
 
-/// True: done, or it would be. An error of a restore from a stream is one before anything was begun:
+/// How the steps are called in which something of the container is made.
+const MAKING: [&str; 3] = ["unpack", "files", "restore"];
+
+/// Done: or it would be. An error of a restore from a stream is one before anything was begun:
 /// `firn move` on the other node, which reads it, lets its container continue.
-pub fn run(args: &RestoreArgs) -> Result<bool> {
+pub fn run(args: &RestoreArgs) -> Result<Outcome> {
     if let Some(image) = &args.check {
-        return check::run(args, image);
+        return check::run(args, image).map(Outcome::from);
     }
     let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
     let place = match &args.dir {
@@ -111,16 +115,23 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     };
     let place = match place {
         Ok(place) => place,
-        Err(ambiguous) => return output::failed(args.json, RestoreError::from(ambiguous).shown()),
+        Err(ambiguous) => {
+            output::failed(args.json, RestoreError::from(ambiguous).shown())?;
+            return Ok(Outcome::Refused);
+        }
     };
     if args.explain {
         explain::print(args, &place);
-        return Ok(true);
+        return Ok(Outcome::Done);
     }
     let (restored, failure) = match restore(args, &place, &mut steps)? {
         Ok(restored) => (restored, None),
         Err(error) if args.dry_run && error.is_refusal() => (Restored::default(), Some(error.report())),
-        Err(error) => return output::failed(args.json, error.shown()),
+        Err(error) => {
+            output::failed(args.json, error.shown())?;
+            let has_begun = steps.have_begun(&MAKING);
+            return Ok(Outcome::failed(error.is_refused(has_begun)));
+        }
     };
     if args.json {
         let is_dir = matches!(place, Location::Dir(_));
@@ -145,7 +156,10 @@ pub fn run(args: &RestoreArgs) -> Result<bool> {
     } else {
         print(args, &restored, begun);
     }
-    Ok(failure.is_none())
+    Ok(match failure {
+        None => Outcome::Done,
+        Some(_) => Outcome::Refused,
+    })
 }
 
 /// Restores, or shows whether that would be accepted. The outer error: that could not be found out.

@@ -103,7 +103,10 @@ fn a_checkpoint_is_removed_by_its_name_and_by_nothing_else() {
     let code = |words: &[&str]| {
         let (status, found, shown) = images(&node, &[&["prune"], words].concat());
         assert_eq!(status, Some(1), "{shown}");
-        found["failure"].as_str().map(str::to_owned).unwrap_or(shown)
+        match &found["failure"] {
+            Value::Null => shown,
+            failure => failure.to_string(),
+        }
     };
     assert!(code(&["/nowhere"]).contains("FIRN-PRUNE-UNKNOWN"));
     // One that cannot be removed keeps all of them.
@@ -140,9 +143,12 @@ fn what_is_in_use_is_not_removed() {
     let warm = node.path("from/ml/warm").display().to_string();
     let (status, found, shown) = images(&node, &["prune", &warm]);
     assert_eq!(status, Some(1), "{shown}");
-    let failure = found["failure"].as_str().expect("a text");
+    let failure = &found["failure"];
+    assert_eq!(failure["code"], "FIRN-PRUNE-IN-USE");
     assert!(
-        failure.contains("FIRN-PRUNE-IN-USE") && failure.contains("server"),
+        failure["message"]
+            .as_str()
+            .is_some_and(|text| text.contains("server")),
         "{failure}"
     );
     assert!(image.join("firn.json").exists());
@@ -177,8 +183,7 @@ fn without_containerd_nothing_is_removed() {
     let warm = node.path("from/ml/warm").display().to_string();
     let output = node.firn(&["images", "prune", &warm, "--address", "/none.sock", "--json"]);
     assert_eq!(output.status.code(), Some(1));
-    let failure = value(&output)["failure"].as_str().expect("a text").to_owned();
-    assert!(failure.contains("FIRN-CONTAINERD"), "{failure}");
+    assert_eq!(value(&output)["failure"]["code"], "FIRN-CONTAINERD");
     assert_eq!(listed(&node).len(), 2);
 }
 
@@ -260,7 +265,7 @@ fn the_memory_of_a_pruned_checkpoint_may_go() {
     let (status, found, _) = prune(&warm);
     assert_eq!(status, Some(1));
     assert!(
-        found["failure"]
+        found["failure"]["message"]
             .as_str()
             .is_some_and(|text| text.contains("pinned")),
         "{found}"

@@ -56,16 +56,16 @@ fn a_command_that_fails_prints_why_as_json() {
         ),
         ("config check none.toml", "there is no none.toml"),
         ("history --dir config.toml", "config.toml"),
-        ("store ls --store nowhere", "FIRN-STORE-UNUSABLE: "),
+        ("store ls --store nowhere", "FIRN-STORE-UNUSABLE"),
         (
             "images prune none --no-containerd --state .",
-            "FIRN-PRUNE-UNKNOWN: ",
+            "FIRN-PRUNE-UNKNOWN",
         ),
     ] {
         let words: Vec<&str> = line.split(' ').chain(["--json"]).collect();
         let output = node.firn(&words);
         let failure = node::value(&output)["failure"].clone();
-        let shown = failure.as_str().unwrap_or_default();
+        let shown = failure.to_string();
         assert_eq!(output.status.code(), Some(1), "{line}: {shown}");
         assert!(
             shown.contains(why) && output.stderr.is_empty(),
@@ -126,7 +126,9 @@ fn what_others_have_written_does_nothing_to_a_terminal() {
     harmless(&output);
     let failure = node::value(&output)["failure"].clone();
     assert!(
-        failure.as_str().is_some_and(|text| text.contains(HOSTILE)),
+        failure["message"]
+            .as_str()
+            .is_some_and(|text| text.contains(HOSTILE)),
         "{failure}"
     );
 }

@@ -47,7 +47,7 @@ fn a_dry_run_names_why_a_restore_would_be_refused() {
     other["driver_version"] = json!("580.105.08");
     node.write("other.json", &other.to_string());
     let output = dry_run(&node, &["--inventory", "other.json"]);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(3));
     assert!(
         text(&output).starts_with("verdict FIRN-DRIVER-VERSION: "),
         "{}",
@@ -288,7 +288,7 @@ fn a_spec_or_an_inventory_is_given_for_a_dry_run_alone() {
             &found["accepted"],
             &found["failure"]["code"]
         ),
-        (Some(1), &json!(false), &json!("FIRN-RESTORE-NAME")),
+        (Some(3), &json!(false), &json!("FIRN-RESTORE-NAME")),
         "{found:#}"
     );
 }

@@ -126,7 +126,7 @@ fn a_client_of_a_server_outside_is_refused_by_name_or_closed_in_the_copy(platfor
             ];
             expect_refused(a, &source, &[&named[..], &["firn.dev/tcp=auto"]].concat())?;
             a.configure("[checkpoint]\ntcp = \"keep\"\n")?;
-            expect_refused(a, &source, &[&named[..], &["in the place of keep"]].concat())?;
+            expect_refused(a, &source, &[&named[..], &["instead of keep"]].concat())?;
             talks_on(&source)?;
 
             auto(a)?;

@@ -72,9 +72,11 @@ pub fn a_resume_waits_or_goes_elsewhere_or_shares(platform: Platform) -> Result<
         let refused = error_of(host, &["firn", "resume", "holder"])?;
         ensure!(refused.contains("FIRN-GPU-BUSY"), "{refused}");
         let (code, refused) = host.firn_shows(&["resume", "holder"])?;
-        let failure = refused["failure"].as_str().unwrap_or_default();
+        let paused = serde_json::json!([{ "id": "holder", "namespace": "default", "state": "paused" }]);
         ensure!(
-            code == Some(1) && failure.starts_with("FIRN-GPU-BUSY: "),
+            code == Some(3)
+                && refused["failure"]["code"] == "FIRN-GPU-BUSY"
+                && refused["containers"] == paused,
             "{refused}"
         );
         let resumed = host.firn(&["resume", "holder", "--busy", "share"])?;

@@ -12,11 +12,23 @@ use sha2::{Digest, Sha256};
 
 use super::{LIMIT, copy, counter, host, nothing_left};
 
-/// `firn` with these words fails with this code, and names a remedy.
+/// `firn` with these words is refused with this code, and names a remedy.
 pub fn refused(host: &GpuHost, words: &[&str], code: &str) -> Result<String> {
+    ends(host, words, 3, code)
+}
+
+/// `firn` with these words fails with this code after it has begun, and the container runs.
+fn fails(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
+    let output = ends(host, words, 1, code)?;
+    ensure!(output.trim_end().ends_with("\nfirn: job runs"), "{output}");
+    Ok(())
+}
+
+fn ends(host: &GpuHost, words: &[&str], status: u8, code: &str) -> Result<String> {
     let output = failure(host.node().run(&[&["firn"], words].concat()))?;
     let is_shown = output.contains(&format!("{code}: ")) && output.matches("hint: ").count() == 1;
-    ensure!(is_shown, "{words:?}: {output}");
+    let status = format!("(exit status: {status})");
+    ensure!(is_shown && output.contains(&status), "{words:?}: {output}");
     Ok(output)
 }
 
@@ -177,11 +189,8 @@ fn restores_are_refused(host: &GpuHost, job: &Container<'_>) -> Result<()> {
     ensure!(output.contains("FIRN-RESTORE-NODE: "), "{output}");
     host.node().run(&["mv", "/srv/firn-gpu", program])?;
     let other = Container::run(host, "other", &["--runtime", STOCK], &["sleep", "600"])?;
-    refused(
-        host,
-        &["checkpoint", "other", "./other"],
-        "FIRN-CHECKPOINT-CLIENT",
-    )?;
+    let words = ["checkpoint", "other", "./other"];
+    ends(host, &words, 1, "FIRN-CHECKPOINT-CLIENT")?;
     ensure!(other.status()? == "RUNNING");
     other.remove()?;
     job.goes_on(3)?;
@@ -193,7 +202,7 @@ pub fn a_failure_leaves_nothing_and_the_container_runs(platform: Platform) -> Re
         let job = counter(host)?;
         host.fault(&["--call", "checkpoint", "--error", "CUDA_ERROR_UNKNOWN"])?;
         for to in ["checkpoint/job", "/srv/job.tar", "/srv/image"] {
-            refused(host, &["checkpoint", "job", to, "--exit"], "FIRN-GPU-DRIVER")?;
+            fails(host, &["checkpoint", "job", to, "--exit"], "FIRN-GPU-DRIVER")?;
             ensure!(job.status()? == "RUNNING", "after {to}: {}", job.status()?);
             job.goes_on(3)?;
             nothing_left(host)?;
@@ -206,7 +215,7 @@ pub fn a_failure_leaves_nothing_and_the_container_runs(platform: Platform) -> Re
         // The disk is full once the processes are in the content store.
         let full = "mkdir -p /srv/full && mount -t tmpfs -o size=1m tmpfs /srv/full";
         host.node().run(&["sh", "-c", full])?;
-        refused(
+        fails(
             host,
             &["checkpoint", "job", "/srv/full/job.tar", "--exit"],
             "FIRN-FILE",
@@ -218,9 +227,47 @@ pub fn a_failure_leaves_nothing_and_the_container_runs(platform: Platform) -> Re
         host.node().run(&["umount", "/srv/full"])?;
         job.goes_on(3)?;
         nothing_left(host)?;
+        by_the_shim(host, &job)?;
         job.remove()?;
         host.idle()
     })
+}
+
+/// The shim refuses a container that stands still for it, and the command reports what it finds afterwards.
+fn by_the_shim(host: &GpuHost, job: &Container<'_>) -> Result<()> {
+    let exec = [
+        "tasks",
+        "exec",
+        "--detach",
+        "--exec-id",
+        "more",
+        "job",
+        "sleep",
+        "600",
+    ];
+    host.node().run(&[&["ctr"], &exec[..]].concat())?;
+    let words = ["checkpoint", "job", "checkpoint/job"];
+    let output = refused(host, &words, "FIRN-EXEC")?;
+    ensure!(output.trim_end().ends_with("\nfirn: job runs"), "{output}");
+    job.goes_on(3)?;
+    // A paused container stays paused.
+    job.task(&["pause"])?;
+    let (code, shown) = host.firn_shows(&words)?;
+    let paused = serde_json::json!([{ "id": "job", "namespace": "default", "state": "paused" }]);
+    ensure!(
+        code == Some(3) && shown["failure"]["code"] == "FIRN-EXEC" && shown["containers"] == paused,
+        "{shown}"
+    );
+    job.task(&["kill", "--exec-id", "more", "--signal", "SIGKILL"])?;
+    job.task(&["resume"])?;
+    job.goes_on(3)?;
+    job.task(&["pause"])?;
+    let done = host.node().run(&[&["firn"], &words[..]].concat())?.stdout;
+    ensure!(done.contains(". job is paused, as it was, after "), "{done}");
+    job.stands_still()?;
+    job.task(&["resume"])?;
+    job.goes_on(3)?;
+    host.remove_image("checkpoint/job")
 }
 
 /// Interrupts firn once a checkpoint stands still in this phase.
@@ -261,7 +308,10 @@ pub fn an_interrupted_checkpoint_leaves_nothing(platform: Platform) -> Result<()
         for to in ["checkpoint/job", "/srv/image"] {
             for phase in ["inspect", "gpu-checkpoint", "criu-dump"] {
                 let output = interrupted(host, to, phase)?;
-                ensure!(output.contains("FIRN-INTERRUPTED: "), "{output}");
+                ensure!(
+                    output.contains("FIRN-INTERRUPTED: ") && output.ends_with("\nfirn: job runs\n"),
+                    "{output}"
+                );
                 ensure!(job.status()? == "RUNNING", "{to}, {phase}: {}", job.status()?);
                 job.goes_on(3)?;
                 ensure!(!host.has_image("checkpoint/job")? && !host.node().path(to).exists());
@@ -375,7 +425,7 @@ pub fn layers_of_other_content_make_no_snapshot(platform: Platform) -> Result<()
         }
         b.remove_image(firn_lab::IMAGE)?;
         let snapshots = || Ok::<_, anyhow::Error>(b.node().run(&["ctr", "snapshots", "list"])?.stdout);
-        let shown = refused(b, &["restore", "/srv/other.tar"], "FIRN-NO-CHECKPOINT")?;
+        let shown = ends(b, &["restore", "/srv/other.tar"], 1, "FIRN-NO-CHECKPOINT")?;
         ensure!(shown.contains(&id), "{shown}");
         ensure!(!snapshots()?.contains(&id), "{}", snapshots()?);
         nothing_left(b)?;

@@ -100,10 +100,19 @@ fn moved(a: &GpuHost, more: &[&str]) -> Result<Value> {
     a.firn(&[&MOVE[1..], more].concat())
 }
 
+/// The move fails with this code. Its exit status, and the line on the container, are those of the code.
 fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
     let output = failure(a.node().run(&[&MOVE[..], more].concat()))?;
+    let (status, now) = match code {
+        "FIRN-MOVE-TARGET" => (3, "job runs"),
+        "FIRN-MOVE-UNKNOWN" => (1, "job is paused: `firn ps job` shows what resumes it"),
+        _ => (1, "job runs"),
+    };
     ensure!(
-        output.contains(&format!("{code}: ")) && output.contains("hint: "),
+        output.contains(&format!("{code}: "))
+            && output.contains("hint: ")
+            && output.contains(&format!("(exit status: {status})"))
+            && output.trim_end().ends_with(&format!("\nfirn: {now}")),
         "{output}"
     );
     Ok(output)
