@@ -92,6 +92,9 @@ pub struct Outcome {
     pub findings: Vec<Finding>,
     /// GPUs that processes without CUDA have inherited, and that firn's plugin for CRIU dumps.
     pub inherited: Vec<Inherited>,
+    /// Processes that may be in cuInit, where the workload has
+    /// [`may_start`](Workload::may_start).
+    pub starting: Vec<i32>,
     /// What the hook `prepare` has to release before a checkpoint, for the audit: shared GPU memory, and
     /// devices.
     pub to_be_released: Option<Refusal>,
@@ -307,8 +310,9 @@ impl<'a> Run<'a> {
             ranks: assertions.nccl_sockets,
             criu_plugin: self.workload.criu_plugin,
             inherited_before: &before,
+            may_start: self.workload.may_start && !self.workload.pause,
         };
-        let (mut findings, inherited) = finding::inspect(self.proc_root, &processes)?;
+        let (mut findings, of_gpus) = finding::inspect(self.proc_root, &processes)?;
         if self.is_device_free() {
             // What shows that has been reported already, and goes with the devices.
             findings.retain(|found| !found.is_of_a_gpu());
@@ -329,7 +333,7 @@ impl<'a> Run<'a> {
                 self.outcome.to_be_released = held
             }
         }
-        self.outcome.inherited = inherited;
+        (self.outcome.inherited, self.outcome.starting) = (of_gpus.inherited, of_gpus.starting);
         Ok(())
     }
 

@@ -21,4 +21,4 @@ pub use finding::{
     Unreadable, is_outside_vfork, user_namespace,
 };
 pub use refusal::Refusal;
-pub use workload::{Assertions, Capacity, OtherVendors, Workload};
+pub use workload::{Assertions, Capacity, OtherVendors, STARTS, STARTS_LOOK, Workload};

@@ -1,11 +1,18 @@
 //! What is known of a container before its checkpoint.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use firn_config::{Config, Exec, Tcp, names};
 use firn_gpu::DeviceNode;
 use firn_oci::{Spec, job_hook, nccl};
 use serde::{Deserialize, Serialize};
+
+/// How long a process may be in cuInit before it counts as one that only has a GPU open.
+pub const STARTS: Duration = Duration::from_secs(5);
+
+/// How often it is looked at meanwhile.
+pub const STARTS_LOOK: Duration = Duration::from_millis(100);
 
 /// Value of the annotation `firn.dev/exec` with which CRIU may leave processes out.
 const OMIT: &str = "omit";
@@ -36,6 +43,11 @@ pub struct Workload {
     /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of
     /// `capacity` does not matter.
     pub pause: bool,
+    /// A process without CUDA that has libcuda and a GPU may be in cuInit: it is no finding, but in
+    /// [`Outcome::starting`](crate::Outcome::starting). Whoever asks waits ([`STARTS`](crate::STARTS)) and
+    /// asks again without.
+    #[serde(default)]
+    pub may_start: bool,
     /// GPUs that are taken from the container: no process may have one open.
     pub leaves: Vec<DeviceNode>,
     /// CRIU is given firn's plugin for GPUs that processes have inherited.

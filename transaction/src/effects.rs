@@ -73,6 +73,9 @@ pub trait Dump: Device {
     /// Finds the CUDA processes and refuses what cannot be checkpointed. Changes nothing; the container may
     /// be frozen.
     fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
+    /// Waits for processes that the inspection has found in cuInit, and refuses those that stay there: the
+    /// driver does not know them yet, and CRIU cannot dump what they have open. The cgroup is thawed.
+    fn expect_started(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
     /// anything is locked, and again when this one stands still. The dump waits for their dumps.
     fn meet(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;

@@ -75,6 +75,9 @@ pub struct Checked {
     pub other_gpus: OtherGpus,
     /// GPUs that processes without CUDA have inherited: CRIU needs firn's plugin.
     pub inherited: Vec<Inherited>,
+    /// A process may be in cuInit.
+    #[serde(default)]
+    pub is_starting: bool,
     /// CRIU has to make links of files whose name was deleted.
     pub link_remap: bool,
     /// Unix sockets that the copy finds closed: CRIU needs firn's plugin for them, too.

@@ -1,5 +1,8 @@
 //! The audit of a container or of processes outside of a container.
 
+use std::thread::sleep;
+use std::time::Instant;
+
 use anyhow::{Context, Result, bail};
 use firn_config::{Bulk, Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
@@ -8,7 +11,8 @@ use firn_host::{ProblemReport, procfs};
 use firn_oci::criu_config::{users_external_unix, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
-    Assertions, Capacity, Node, OtherVendors, Workload, check, check_node, expect_criu, image_bytes,
+    Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
+    expect_criu, image_bytes,
 };
 
 use super::findings::Signals;
@@ -51,10 +55,31 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
         signals.of_shim(subject.under_another_shim().as_ref());
         signals.of_node(&nvidia.node, subject.spec.as_ref(), config);
     }
-    let workload = workload(&subject, nvidia.as_ref(), args, config);
-    let outcome = check(&workload).map_err(ProblemReport::from)?;
+    let (nvidia, workload, outcome) = checked(&subject, nvidia, args, config)?;
     signals.of_workload(&workload, &outcome);
     report(subject, nvidia, args, signals)
+}
+
+/// The check, once no process is in cuInit any more, or for too long.
+fn checked(
+    subject: &Subject,
+    mut nvidia: Option<Nvidia>,
+    args: &AuditArgs,
+    config: &Config,
+) -> Result<(Option<Nvidia>, Workload, Outcome)> {
+    let until = Instant::now() + STARTS;
+    loop {
+        let mut workload = workload(subject, nvidia.as_ref(), args, config);
+        workload.may_start = Instant::now() < until;
+        let outcome = check(&workload).map_err(ProblemReport::from)?;
+        if outcome.starting.is_empty() {
+            return Ok((nvidia, workload, outcome));
+        }
+        sleep(STARTS_LOOK);
+        if let Some(nvidia) = &mut nvidia {
+            nvidia.discover(subject, config)?;
+        }
+    }
 }
 
 /// The report of one that is not looked at.
@@ -79,16 +104,25 @@ struct Nvidia {
 impl Nvidia {
     fn of(subject: &Subject, config: &Config) -> Result<Self> {
         let inventory = program::inventory(config).context("cannot read the GPUs of this node")?;
+        let mut found = Self {
+            node: check_node(&inventory, subject.spec.as_ref()),
+            cuda: Vec::new(),
+            inventory,
+            processes: Vec::new(),
+        };
+        found.discover(subject, config)?;
+        Ok(found)
+    }
+
+    /// Asks the driver which processes use CUDA.
+    fn discover(&mut self, subject: &Subject, config: &Config) -> Result<()> {
         let mut processes = program::discover(config, &subject.pids())
             .context("cannot read the state of the processes from the driver")?;
         processes.retain(|process| process.restore_tid.is_some());
         let pids = processes.iter().map(|process| process.pid);
-        Ok(Self {
-            node: check_node(&inventory, subject.spec.as_ref()),
-            cuda: pids.filter(|pid| subject.tree.contains(pid)).collect(),
-            inventory,
-            processes,
-        })
+        self.cuda = pids.filter(|pid| subject.tree.contains(pid)).collect();
+        self.processes = processes;
+        Ok(())
     }
 
     fn bytes_of(&self, pid: i32) -> Option<u64> {

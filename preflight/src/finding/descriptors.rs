@@ -9,7 +9,7 @@ use std::path::Path;
 use firn_host::ordered::set_of;
 use firn_host::proc_maps;
 
-use super::inherited::{self, Inherited, Same};
+use super::inherited::{self, OfGpus, Same};
 use super::{Certainty, Finding, Processes, Unreadable, each_mapping, open_files, protection_keys};
 use crate::Refusal;
 use crate::sys::{is_same_file, is_same_memory};
@@ -32,6 +32,8 @@ pub(super) struct Gpu {
     pub(super) open: Vec<(i32, String)>,
     /// The file of a mapping.
     mapped: Option<String>,
+    /// Whether libcuda is mapped.
+    pub(super) has_library: bool,
 }
 
 impl Gpu {
@@ -45,7 +47,7 @@ impl Gpu {
 pub(super) fn inspect(
     proc_root: &Path,
     processes: &Processes<'_>,
-) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
+) -> Result<(Vec<Finding>, OfGpus), Unreadable> {
     let mut findings = Vec::new();
     let mut holders = Vec::new();
     let cuda = set_of(processes.cuda.iter().copied());
@@ -78,9 +80,9 @@ pub(super) fn inspect(
         file: &is_same_file,
         memory: &is_same_memory,
     };
-    let (of_gpus, inherited) = inherited::inspect(proc_root, processes, &holders, same)?;
-    findings.extend(of_gpus);
-    Ok((findings, inherited))
+    let mut of_gpus = inherited::inspect(proc_root, processes, &holders, same)?;
+    findings.append(&mut of_gpus.findings);
+    Ok((findings, of_gpus))
 }
 
 /// What a process has open or mapped; `None` if it has ended.
@@ -89,6 +91,7 @@ pub(super) fn look(proc_root: &Path, pid: i32) -> Result<Option<ProcessFiles>, U
     let read = each_mapping(proc_root, pid, |mapping| {
         // A ring can be mapped without an open descriptor.
         found.io_uring = mapping.path.starts_with(b"anon_inode:[io_uring]");
+        found.gpu.has_library |= mapping.file_name().starts_with(b"libcuda.so");
         if mapping.path.starts_with(b"/dev/nvidia") {
             let file = || String::from_utf8_lossy(mapping.path).into_owned();
             found.gpu.mapped.get_or_insert_with(file);

@@ -68,18 +68,28 @@ pub(super) struct Same<'a> {
     pub(super) memory: &'a dyn Fn(i32, i32) -> bool,
 }
 
-/// What each of the processes `holders`, which use no CUDA, has of GPUs: what keeps CRIU from dumping it, and
-/// what is inherited.
+/// What processes without CUDA have of GPUs.
+#[derive(Debug, Default)]
+pub(crate) struct OfGpus {
+    /// What keeps CRIU from dumping it.
+    pub(crate) findings: Vec<Finding>,
+    pub(crate) inherited: Vec<Inherited>,
+    /// Processes that may be in cuInit, where that is no finding
+    /// ([`Processes::may_start`](super::Processes::may_start)).
+    pub(crate) starting: Vec<i32>,
+}
+
+/// What each of the processes `holders`, which use no CUDA, has of GPUs.
 pub(super) fn inspect(
     proc_root: &Path,
     processes: &Processes<'_>,
     holders: &[i32],
     same: Same<'_>,
-) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
-    let mut findings = Vec::new();
+) -> Result<OfGpus, Unreadable> {
     if holders.is_empty() {
-        return Ok((findings, Vec::new()));
+        return Ok(OfGpus::default());
     }
+    let (mut findings, mut starting) = (Vec::new(), Vec::new());
     // Every child has the descriptors between fork and exec.
     thread::sleep(EXEC);
     let comm = |pid| proc_maps::comm(proc_root, pid);
@@ -104,10 +114,17 @@ pub(super) fn inspect(
         known.inherited.push((pid, gpu));
     }
     for (pid, file, gpu) in held {
-        // A process that is no child may be about to initialise CUDA. Where the plugin is used, CRIU would
-        // dump what it has open as inherited.
-        let is_certain =
-            known.descends(pid) || !known.inherited.is_empty() || known.shares_with_cuda(pid, &gpu);
+        // The driver opens its nodes in cuInit before it knows the process.
+        if gpu.has_library && processes.may_start {
+            starting.push(pid);
+            continue;
+        }
+        // A plugin of the operator may dump what a process without libcuda has. Where firn's plugin is used,
+        // CRIU would dump it as inherited.
+        let is_certain = gpu.has_library
+            || known.descends(pid)
+            || !known.inherited.is_empty()
+            || known.shares_with_cuda(pid, &gpu);
         let comm = comm(pid);
         let certainty = if is_certain {
             Certainty::Certain
@@ -121,7 +138,11 @@ pub(super) fn inspect(
         pid,
         open: gpu.open.into_iter().map(|(number, _)| number).collect(),
     };
-    Ok((findings, inherited.map(open).collect()))
+    Ok(OfGpus {
+        findings,
+        inherited: inherited.map(open).collect(),
+        starting,
+    })
 }
 
 /// Nothing of a process that has ended.

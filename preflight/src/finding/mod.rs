@@ -64,6 +64,7 @@ mod unix_sockets;
 pub use connections::Connection;
 pub(crate) use evaluate::{evaluate, without_peer_access};
 pub use inherited::Inherited;
+pub(crate) use inherited::OfGpus;
 pub(crate) use kept::kept;
 pub use objects::Object;
 pub use refused_before::RefusedBefore;
@@ -146,6 +147,8 @@ pub(crate) struct Processes<'a> {
     pub criu_plugin: bool,
     /// Inherited descriptors that the last checkpoint has found.
     pub inherited_before: &'a [Inherited],
+    /// A process may be in cuInit: whoever asks waits for it, and asks again.
+    pub may_start: bool,
 }
 
 /// The TCP connections of processes below `proc_root`.
@@ -208,18 +211,18 @@ pub fn is_outside_vfork(pids: &[i32]) -> bool {
 }
 
 /// Reads the files of processes below `proc_root`. A process that has ended has no findings. Returns also
-/// what processes have inherited.
+/// what those without CUDA have of GPUs, whose findings are among the others.
 pub(crate) fn inspect(
     proc_root: &Path,
     processes: &Processes<'_>,
-) -> Result<(Vec<Finding>, Vec<Inherited>), Unreadable> {
+) -> Result<(Vec<Finding>, OfGpus), Unreadable> {
     let (mut findings, mut with_cuda) = (Vec::new(), Vec::new());
     for &pid in processes.cuda {
         if inspect_one(proc_root, pid, processes.ranks, &mut findings)? {
             with_cuda.push((pid, proc_maps::comm(proc_root, pid)));
         }
     }
-    let (others, inherited) = descriptors::inspect(proc_root, processes)?;
+    let (others, of_gpus) = descriptors::inspect(proc_root, processes)?;
     findings.extend(others);
     if with_cuda.len() > 1 {
         findings.push(Finding {
@@ -227,7 +230,7 @@ pub(crate) fn inspect(
             certainty: Certainty::Certain,
         });
     }
-    Ok((findings, inherited))
+    Ok((findings, of_gpus))
 }
 
 /// Adds the findings of a process. Returns whether it uses more of CUDA than NVML, and may share memory.

@@ -3,12 +3,17 @@
 //!
 //! Needs root.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{
     Container, GpuHost, LOG, SimGpu, Task, cases, describe, failure, matrix, nothing_left_but_metadata, on,
 };
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
+
+/// How long a node may be waited for.
+const LIMIT: Duration = Duration::from_secs(60);
 
 const PLUGIN: &str = "/usr/local/bin/libfirn_criu.so";
 
@@ -208,6 +213,46 @@ fn a_second_dump_into_one_directory_is_whole(platform: Platform) -> Result<()> {
     })
 }
 
+/// The driver does not know a process yet that is in cuInit, and CRIU cannot dump what it has open. By then
+/// the command has paused it.
+fn a_process_in_cu_init_is_waited_for(platform: Platform) -> Result<()> {
+    on([host(platform, "fc-init", 1)?], |[host]| {
+        let starting = |ms: u32| {
+            let habit = format!("--slow-start-ms={ms}");
+            let job = Container::count(host, "job", &["0"], 1, &[&habit])?;
+            wait_for("the node of the driver", LIMIT, || {
+                let open = job.exec(&["sh", "-c", "ls -l /proc/1/fd"])?;
+                Ok(open.contains("nvidiactl").then_some(()))
+            })?;
+            Ok::<_, anyhow::Error>(job)
+        };
+        let job = starting(3000)?;
+        host.node().run(&["firn", "audit", "job"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+
+        let job = starting(3000)?;
+        host.firn(&["checkpoint", "job", "checkpoint/job"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+        copy.goes_on(3)?;
+        copy.remove()?;
+        host.remove_image("checkpoint/job")?;
+
+        let job = starting(600_000)?;
+        let (code, shown) = host.firn_shows(&["checkpoint", "job", "checkpoint/job"])?;
+        ensure!(
+            code == Some(3)
+                && shown["failure"]["code"] == "FIRN-GPU-FD"
+                && shown["containers"][0]["state"] == "running",
+            "{shown}"
+        );
+        job.remove()?;
+        host.idle()
+    })
+}
+
 /// A compile worker of inductor has CUDA and no context, and its children have what it has open. Another
 /// program like it may have imported memory.
 fn a_compile_worker_moves_with_its_job(platform: Platform) -> Result<()> {
@@ -269,6 +314,7 @@ pub(crate) fn suite() -> matrix::Suite {
         children_move_with_their_parent [FORKY, TRIXIE];
         a_second_dump_into_one_directory_is_whole [FORKY, FORKY_V2];
         a_compile_worker_moves_with_its_job [FORKY, TRIXIE];
+        a_process_in_cu_init_is_waited_for [FORKY, FORKY_V2];
         a_node_without_the_plugin_refuses [FORKY];
         plugins_of_the_operator_are_used_too [FORKY];
         other_children_are_refused [FORKY];

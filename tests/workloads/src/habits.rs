@@ -36,6 +36,16 @@ pub fn io_uring() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(ring) })
 }
 
+/// Has the driver's control node open for a while, as cuInit has before the driver knows the process.
+pub fn slow_start(milliseconds: u64) -> io::Result<()> {
+    if milliseconds > 0 {
+        let node = File::options().read(true).write(true).open("/dev/nvidiactl")?;
+        thread::sleep(Duration::from_millis(milliseconds));
+        drop(node);
+    }
+    Ok(())
+}
+
 /// Maps a page and protects it by a key, as programs do that guard their own data.
 pub fn protection_key() -> io::Result<()> {
     let (length, protection): (usize, c_long) = (4096, (libc::PROT_READ | libc::PROT_WRITE).into());

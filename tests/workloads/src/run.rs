@@ -87,6 +87,9 @@ pub struct Options {
     /// Start a process with this argument before CUDA is in use that calls cuInit and forks two children
     #[arg(long)]
     compiles: Option<String>,
+    /// Have a node of the driver open for so many milliseconds before CUDA is in use
+    #[arg(long, default_value_t = 0)]
+    slow_start_ms: u64,
     /// Fork a chain of so many processes, each the child of the one before, that do nothing
     #[arg(long, default_value_t = 0)]
     chain: usize,
@@ -252,6 +255,7 @@ fn compute(options: &Options) -> Result<()> {
     };
     let _compiler = options.compiles.as_deref().map(compiler).transpose()?;
     let driver = Arc::new(Driver::open()?);
+    habits::slow_start(options.slow_start_ms).context("cannot open a node")?;
     driver.init()?;
     let mut pool = None;
     if options.pool > 0 || !options.forks.is_empty() {

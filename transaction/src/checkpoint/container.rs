@@ -105,6 +105,8 @@ pub(super) struct Progress {
     met: usize,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
+    /// Whether a process may be in cuInit, as the last inspection found.
+    is_starting: bool,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
     link_remap: bool,
     /// Unix sockets that the copy finds closed, as the last inspection found.

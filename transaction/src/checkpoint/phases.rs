@@ -118,7 +118,8 @@ impl<'e, E: Dump> Begun<'e, E> {
         let free = async {
             self.effects.enter(Phase::GpuLock).await?;
             self.effects.thaw().await?;
-            self.effects.expect_running(&pids).await
+            self.effects.expect_running(&pids).await?;
+            self.effects.expect_started().await
         };
         if let Err(source) = free.await {
             // No rollback: firn has locked nothing, and what another program has locked stays locked.

@@ -358,6 +358,11 @@ impl Dump for World {
         Ok(self.processes())
     }
 
+    async fn expect_started(&mut self) -> Result<(), Injected> {
+        assert!(!self.frozen, "a frozen process starts nothing: {:?}", self.calls);
+        self.call("expect_started")
+    }
+
     async fn meet(&mut self) -> Result<(), Injected> {
         self.call("meet")?;
         self.met += 1;

@@ -95,6 +95,7 @@ fn check(workload: &Workload) -> Answer<Checked> {
         },
         other_gpus: outcome.other_gpus,
         inherited: outcome.inherited,
+        is_starting: !outcome.starting.is_empty(),
         link_remap: outcome.link_remap,
         unix_sockets: outcome.unix_sockets,
     })

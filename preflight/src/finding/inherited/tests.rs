@@ -60,6 +60,18 @@ fn seen_with(all: &[Process<'_>], processes: Processes<'_>, file: IsSame<'_>) ->
 
 /// The process 7 uses CUDA.
 fn seen_by(all: &[Process<'_>], processes: Processes<'_>, same: Same<'_>) -> Seen {
+    let found = found_by(all, processes, same);
+    let row = |finding: Finding| match finding.refusal {
+        Refusal::LeakedGpu { pid, .. } => (pid, "open", finding.certainty),
+        Refusal::InheritedGpu { pid, .. } => (pid, "no plugin", finding.certainty),
+        Refusal::Vfork { pid, .. } => (pid, "vfork", finding.certainty),
+        other => panic!("{other}"),
+    };
+    let pids = found.inherited.iter().map(|inherited| inherited.pid).collect();
+    (found.findings.into_iter().map(row).collect(), pids)
+}
+
+fn found_by(all: &[Process<'_>], processes: Processes<'_>, same: Same<'_>) -> OfGpus {
     let root = self::processes(all);
     let holders: Vec<i32> = all
         .iter()
@@ -70,15 +82,7 @@ fn seen_by(all: &[Process<'_>], processes: Processes<'_>, same: Same<'_>) -> See
         cuda: &[7],
         ..processes
     };
-    let (findings, inherited) = inspect(root.path(), &processes, &holders, same).unwrap();
-    let row = |finding: Finding| match finding.refusal {
-        Refusal::LeakedGpu { pid, .. } => (pid, "open", finding.certainty),
-        Refusal::InheritedGpu { pid, .. } => (pid, "no plugin", finding.certainty),
-        Refusal::Vfork { pid, .. } => (pid, "vfork", finding.certainty),
-        other => panic!("{other}"),
-    };
-    let pids = inherited.iter().map(|inherited| inherited.pid).collect();
-    (findings.into_iter().map(row).collect(), pids)
+    inspect(root.path(), &processes, &holders, same).unwrap()
 }
 
 const PLUGIN: Processes<'_> = Processes {
@@ -87,6 +91,7 @@ const PLUGIN: Processes<'_> = Processes {
     ranks: false,
     criu_plugin: true,
     inherited_before: &[],
+    may_start: false,
 };
 
 fn seen(all: &[Process<'_>], is_same: IsSame<'_>) -> Seen {
@@ -147,6 +152,40 @@ fn one_file_of_its_own_shows_that_a_child_uses_the_driver() {
         (vec![(12, "open", Certainty::Certain)], vec![8]),
         "the plugin would dump it"
     );
+}
+
+/// The driver does not know a process yet that is in cuInit.
+#[test]
+fn a_process_with_libcuda_and_a_node_may_be_in_cu_init() {
+    let all: &[Process<'_>] = &[
+        PARENT,
+        (8, 7, CUDA, &[(4, GPU)]),
+        (9, 7, CUDA, &[(3, CONTROL)]),
+        (10, 1, "/opt/lib/libcuda.so.580.159.04", &[(9, CONTROL)]),
+        (11, 1, "/lib/libcudart.so.13", &[(9, CONTROL)]),
+    ];
+    // 8 has what its parent has.
+    let same = Same {
+        file: &|a, b| a.number == b.number && a.pid == 8 && b.pid == 7,
+        memory: &|_, _| false,
+    };
+    let found = |may_start| {
+        let found = found_by(all, Processes { may_start, ..PLUGIN }, same);
+        (found.starting, found.findings.len(), found.inherited.len())
+    };
+    assert_eq!(found(true), (vec![9, 10], 1, 1));
+    assert_eq!(found(false), (vec![], 3, 1), "they have had their time");
+    let alone = Processes {
+        criu_plugin: false,
+        ..PLUGIN
+    };
+    let none: IsSame<'_> = &|_, _| false;
+    let (refused, _) = seen_with(&all[3..], alone, none);
+    let wanted = [
+        (10, "open", Certainty::Certain),
+        (11, "open", Certainty::Suspected),
+    ];
+    assert_eq!(refused, wanted);
 }
 
 #[test]

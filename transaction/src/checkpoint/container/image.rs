@@ -1,6 +1,10 @@
 //! The image of a container: its dump, its manifest, and its way to the disk.
 
+use std::time::Instant;
+
 use firn_gpu::CudaProcess;
+use firn_preflight::{STARTS, STARTS_LOOK};
+use tokio::time::sleep;
 
 use super::{ContainerEffects, unless_cancelled};
 use crate::checkpoint::dump::sync;
@@ -28,14 +32,14 @@ impl Dump for ContainerEffects<'_> {
             }
         }
         let pids = self.cgroup.pids()?;
-        let assertions = self.source().assertions;
         let cuda = match &parked {
             Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
             Some(parked) => parked.processes.clone(),
             None if !self.transaction.container.traits.has_nvidia() => Vec::new(),
             None => unless_cancelled(self.transaction.cancel(), self.gpu.discover(pids.clone())).await?,
         };
-        self.refuse_by_process(assertions, &pids, &cuda).await?;
+        // Order matters: a container that is found frozen is thawed before anybody waits for its processes.
+        self.refuse_by_process(&pids, &cuda, first).await?;
         if first {
             self.refuse_by_environment(pids, &cuda).await?;
         }
@@ -46,6 +50,18 @@ impl Dump for ContainerEffects<'_> {
             self.transaction.journal.measure(Phase::GpuCheckpoint);
         }
         Ok(cuda)
+    }
+
+    async fn expect_started(&mut self) -> Result<(), EffectError> {
+        let until = Instant::now() + STARTS;
+        while self.progress.is_starting {
+            sleep(STARTS_LOOK).await;
+            let pids = self.cgroup.pids()?;
+            let cuda = unless_cancelled(self.transaction.cancel(), self.gpu.discover(pids.clone())).await?;
+            self.refuse_by_process(&pids, &cuda, Instant::now() < until)
+                .await?;
+        }
+        Ok(())
     }
 
     async fn meet(&mut self) -> Result<(), EffectError> {

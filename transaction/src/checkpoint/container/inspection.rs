@@ -123,20 +123,22 @@ impl ContainerEffects<'_> {
         .await?)
     }
 
-    /// Refusals by what the processes are and do.
+    /// Refusals by what the processes are and do. `may_start`: a process may be in cuInit, for which the
+    /// caller waits.
     pub(super) async fn refuse_by_process(
         &mut self,
-        assertions: Assertions,
         all: &[i32],
         cuda: &[CudaProcess],
+        may_start: bool,
     ) -> Result<(), EffectError> {
         self.refuse_stopped(all).await?;
         let workload = Workload {
             init: self.transaction.container.init.pid(),
             pids: all.to_vec(),
             cuda: cuda.iter().map(|process| process.pid).collect(),
-            processes: Some(assertions),
+            processes: Some(self.source().assertions),
             pause: !self.is_dump(),
+            may_start,
             criu_plugin: self.criu_plugin.is_some(),
             inherited: Some(self.transaction.container.bundle.join(names::BUNDLE_INHERITED)),
             refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
@@ -148,10 +150,12 @@ impl ContainerEffects<'_> {
         let Checked {
             left_out,
             inherited,
+            is_starting,
             link_remap,
             unix_sockets,
             ..
         } = self.look(request).await?;
+        self.progress.is_starting = is_starting;
         (self.progress.inherited, self.progress.link_remap) = (inherited, link_remap);
         self.progress.unix_sockets = unix_sockets;
         if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
