@@ -11,6 +11,7 @@ use firn_config::names;
 use firn_host::{Problem, ProblemLine};
 use serde::Serialize;
 use tokio::time::interval;
+use tonic::Code;
 
 use crate::args::{MoveGpuArgs, ResumeArgs, TaskArgs};
 use crate::containerd::{CallError, Containerd, block_on};
@@ -84,8 +85,8 @@ fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<Outcome> {
         }
         Err(failure) => {
             let at = &task.containerd;
-            let state = block_on(StateAfter::of(&at.socket.address, &at.namespace, &task.id))?;
-            output::failed_with(task.json, failure.shown, state.as_slice())?;
+            let state = block_on(StateAfter::of_id(&at.socket.address, &at.namespace, &task.id))?;
+            output::failed_with(task.json, failure.shown, &[state])?;
             Ok(Outcome::failed(failure.is_refused))
         }
     }
@@ -133,7 +134,9 @@ async fn call(task: &TaskArgs, gpus: &str) -> Result<(), Failure> {
         },
         CallError::Call { ref status, .. } if !error.is_lost() => {
             let (id, message) = (task.id.clone(), status.message().to_owned());
-            Failure::of(&MoveError::Other { id, message }, true)
+            // A shim that does not know the call has done nothing.
+            let is_refused = status.code() == Code::Unimplemented;
+            Failure::of(&MoveError::Other { id, message }, is_refused)
         }
         error => Failure::of(&error.into(), false),
     })

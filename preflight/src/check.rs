@@ -310,7 +310,7 @@ impl<'a> Run<'a> {
             ranks: assertions.nccl_sockets,
             criu_plugin: self.workload.criu_plugin,
             inherited_before: &before,
-            may_start: self.workload.may_start && !self.workload.pause,
+            may_start: self.workload.may_start && !self.workload.pause && !self.is_device_free(),
         };
         let (mut findings, of_gpus) = finding::inspect(self.proc_root, &processes)?;
         if self.is_device_free() {

@@ -71,10 +71,15 @@ pub trait Device: Gpu {
 /// The image of a container.
 pub trait Dump: Device {
     /// Finds the CUDA processes and refuses what cannot be checkpointed. Changes nothing; the container may
-    /// be frozen.
-    fn inspect(&mut self) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
-    /// Waits for processes that the inspection has found in cuInit, and refuses those that stay there: the
-    /// driver does not know them yet, and CRIU cannot dump what they have open. The cgroup is thawed.
+    /// be frozen. `may_start`: a process in cuInit is not refused, and waited for later.
+    fn inspect(
+        &mut self,
+        may_start: bool,
+    ) -> impl Future<Output = Result<Vec<CudaProcess>, Self::Error>> + Send;
+    /// Whether the last inspection has found a process in cuInit.
+    fn is_starting(&self) -> bool;
+    /// Waits for these processes, if there are any, and refuses those that stay in cuInit: the driver does
+    /// not know them yet, and CRIU cannot dump what they have open. The cgroup is thawed.
     fn expect_started(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
     /// anything is locked, and again when this one stands still. The dump waits for their dumps.

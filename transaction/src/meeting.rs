@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use firn_config::Deadlines;
+use firn_preflight::STARTS;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -60,7 +61,7 @@ impl Meeting {
             gpu_restore: _,
             gpu_wait: _,
         } = *deadlines;
-        let before = prepare + inventory + discover + 2 * look;
+        let before = prepare + inventory + 2 * discover + 3 * look + STARTS;
         let driver = gpu_lock + freeze + hold + gpu_checkpoint + worker_end;
         before + driver + 3 * criu_dump
     }

@@ -119,8 +119,8 @@ fn failed(args: &CheckpointArgs, error: &CheckpointError, steps: &Steps) -> Resu
 /// Whether a command that was to checkpoint a container was refused, and the container is as it was.
 pub fn is_refused(steps: &Steps, by: impl FnOnce(bool) -> bool, state: Option<&StateAfter>) -> bool {
     let has_paused = steps.have_begun(&["pause"]);
-    let is_left = has_paused && state.is_some_and(StateAfter::is_paused);
-    by(has_paused || steps.have_begun(&["checkpoint"])) && !is_left
+    let may_be_left = has_paused && state.is_none_or(StateAfter::may_stand_still);
+    by(has_paused || steps.have_begun(&["checkpoint"])) && !may_be_left
 }
 
 fn print(
@@ -303,5 +303,47 @@ async fn checkpoint(
             note!("firn: {}", error.shown());
             Err(other)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Status;
+
+    use super::*;
+    use crate::containerd::CallError;
+    use crate::state_after::tests::state;
+
+    #[test]
+    fn a_checkpoint_is_refused_only_if_the_container_is_as_it_was() {
+        let error = |status| {
+            let status = Box::new(status);
+            let call = "Tasks/Checkpoint";
+            CheckpointError::from(CallError::Call { call, status })
+        };
+        let by_shim = || error(Status::failed_precondition("FIRN-EXEC: no. hint: x"));
+        let suspended = || error(Status::aborted("FIRN-GPU-SUSPENDED: no. hint: x"));
+        let taken = || CheckpointError::Exists { what: String::new() };
+        // The steps that have begun, the error, the state, and whether it is refused.
+        for (steps, error, now, wanted) in [
+            (&[][..], taken(), "running", true),
+            (&[], taken(), "paused", true),
+            (&["pause"], by_shim(), "running", true),
+            (&["pause"], by_shim(), "stopped", true),
+            (&["pause"], by_shim(), "paused", false),
+            (&["pause"], by_shim(), "unknown", false),
+            (&["checkpoint"], by_shim(), "paused", true),
+            (&["checkpoint"], suspended(), "paused", false),
+            (&["pause", "checkpoint"], suspended(), "running", false),
+            (&["pause"], taken(), "running", false),
+        ] {
+            let mut begun = Steps::new(true);
+            steps.iter().for_each(|step| begun.begin(step));
+            let found = is_refused(&begun, |begun| error.is_refusal(begun), Some(&state(now)));
+            assert_eq!(found, wanted, "{steps:?}, {error}, {now}");
+        }
+        let mut begun = Steps::new(true);
+        begun.begin("pause");
+        assert!(!is_refused(&begun, |begun| by_shim().is_refusal(begun), None));
     }
 }

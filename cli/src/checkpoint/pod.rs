@@ -16,13 +16,12 @@ use firn_image::form;
 use firn_image::manifest::Manifest;
 use firn_transaction::transfer::StaysHere;
 use serde::{Deserialize, Serialize};
-use tokio::time::timeout;
 
 use crate::containerd::{CallError, Container, Containerd, block_on};
 use crate::moves::{is_firns, with_progress};
 use crate::outcome::Outcome;
 use crate::output::{self, line, note};
-use crate::state_after::{self, StateAfter};
+use crate::state_after::StateAfter;
 use crate::stored::InStore;
 use crate::text;
 
@@ -97,7 +96,8 @@ pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
     let begun = Instant::now();
     let pod = args.pod.as_deref().unwrap_or_default();
     let doing = format!("checkpoint of pod {pod}");
-    match block_on(with_progress(&doing, checkpoint(args, pod)))? {
+    let mut ids = Vec::new();
+    match block_on(with_progress(&doing, checkpoint(args, pod, &mut ids)))? {
         Ok(images) => {
             let took = begun.elapsed();
             let memory = images.iter().filter_map(|(name, image)| {
@@ -129,32 +129,30 @@ pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
                 PodError::Checkpoint(message) => message.clone(),
                 error => ProblemLine(error).to_string(),
             };
-            output::failed_with(args.json, message, &block_on(states(args, pod))?)?;
+            output::failed_with(args.json, message, &block_on(states(args, &ids))?)?;
             Ok(Outcome::failed(error.is_before_the_call()))
         }
     }
 }
 
 /// How the containers of the pod are now.
-async fn states(args: &CheckpointArgs, pod: &str) -> Vec<StateAfter> {
-    let (socket, namespace) = (&args.containerd.address, args.namespace());
-    let found = async {
-        let containerd = Containerd::connect(socket, namespace).await?;
-        containers(&containerd, pod).await
-    };
+async fn states(args: &CheckpointArgs, ids: &[String]) -> Vec<StateAfter> {
     let mut states = Vec::new();
-    let found = timeout(state_after::LIMIT, found).await;
-    let found = found.ok().and_then(Result::ok).unwrap_or_default();
-    for id in found.into_values() {
-        states.extend(StateAfter::of(socket, namespace, &id).await);
+    for id in ids {
+        states.push(StateAfter::of_id(&args.containerd.address, args.namespace(), id).await);
     }
     states
 }
 
-/// Returns the image of each container, by its name in the pod.
-async fn checkpoint(args: &CheckpointArgs, pod: &str) -> Result<BTreeMap<String, PathBuf>, PodError> {
+/// Returns the image of each container, by its name in the pod. `ids` gets those of the containers.
+async fn checkpoint(
+    args: &CheckpointArgs,
+    pod: &str,
+    ids: &mut Vec<String>,
+) -> Result<BTreeMap<String, PathBuf>, PodError> {
     let containerd = Containerd::connect(&args.containerd.address, args.namespace()).await?;
     let containers = containers(&containerd, pod).await?;
+    ids.extend(containers.values().cloned());
     let dir = std::path::absolute(&args.container).map_err(|source| PodError::Directory {
         path: args.container.clone().into(),
         source,

@@ -59,7 +59,7 @@ pub struct Failure {
 printed! { Failed<'_>: "failure" }
 
 impl Failure {
-    /// Takes the text of an error apart: `FIRN-CODE: message. hint: remedy`. What called the operation may
+    /// Takes the text of an error apart: `FIRN-...: message. hint: remedy`. What called the operation may
     /// have put something in front.
     pub fn of(text: &str) -> Self {
         let (text, hint) = match text.split_once(HINT) {
@@ -175,7 +175,7 @@ mod tests {
                 "two",
                 Some("grant more"),
             ),
-            ("FIRN-X: a: b", Some("FIRN-X"), "a: b", None),
+            ("FIRN-FILE: a: b", Some("FIRN-FILE"), "a: b", None),
             (
                 "cannot read /etc/x: it is gone",
                 None,
@@ -183,13 +183,13 @@ mod tests {
                 None,
             ),
             (
-                "containerd's Tasks/Create failed: FIRN-X: a. hint: b. hint: c",
-                Some("FIRN-X"),
-                "containerd's Tasks/Create failed: FIRN-X: a",
+                "containerd's Tasks/Create failed: FIRN-FILE: a. hint: b. hint: c",
+                Some("FIRN-FILE"),
+                "containerd's Tasks/Create failed: FIRN-FILE: a",
                 Some("b. hint: c"),
             ),
             ("FIRN-x: no code", None, "FIRN-x: no code", None),
-            ("see FIRN-X", None, "see FIRN-X", None),
+            ("see FIRN-FILE", None, "see FIRN-FILE", None),
             ("", None, "", None),
         ] {
             let failure = Failure::of(text);

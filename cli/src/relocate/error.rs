@@ -114,12 +114,20 @@ impl MoveError {
         }
     }
 
+    /// Whether the copy may run, or has done its work: the error names what to do.
+    pub fn may_run_there(&self) -> bool {
+        matches!(
+            self,
+            Self::Unknown { .. } | Self::Finished { .. } | Self::Left { .. }
+        )
+    }
+
     /// Whether the move is refused and nothing was touched, as [`CheckpointError::is_refusal`].
     pub fn is_refusal(&self, has_begun: bool) -> bool {
         match self {
             Self::Checkpoint(error) => error.is_refusal(has_begun),
             Self::Call(call) | Self::Image(ImageError::Call(call)) => call.is_refusal(),
-            Self::Ssh { .. } | Self::Interrupted { .. } | Self::Signals(_) => false,
+            Self::Ssh { .. } | Self::Source(_) | Self::Interrupted { .. } | Self::Signals(_) => false,
             _ => !has_begun,
         }
     }

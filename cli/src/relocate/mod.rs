@@ -106,7 +106,10 @@ pub fn run(args: &MoveArgs) -> Result<Outcome> {
 /// Reports why it was not moved, and how the container is here.
 fn failed(args: &MoveArgs, error: &MoveError, steps: &Steps) -> Result<Outcome> {
     let (socket, namespace) = (&args.containerd.socket.address, &args.containerd.namespace);
-    let state = block_on(StateAfter::of(socket, namespace, &args.container))?;
+    let mut state = block_on(StateAfter::of(socket, namespace, &args.container))?;
+    if error.may_run_there() {
+        state = state.map(StateAfter::not_to_be_resumed);
+    }
     output::failed_with(args.json, error.shown(), state.as_slice())?;
     Ok(Outcome::failed(is_refused(
         steps,

@@ -26,6 +26,7 @@ use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, Cr
 use crate::image;
 use crate::oci_image::ImageError;
 use crate::output::note;
+use crate::steps::Steps;
 use crate::text;
 use crate::view::View;
 
@@ -38,6 +39,7 @@ pub async fn restore(
     mode: &Mode,
     dir: &Path,
     word: &str,
+    steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let dir = found(dir)?;
     let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
@@ -59,6 +61,7 @@ pub async fn restore(
         note!("restoring {id} from {} ({size})", dir.display());
     }
     let chosen = container.with_spec(spec);
+    steps.begin("restore");
     let (mut interrupts, mut made) = (Interrupts::new()?, Creations::default());
     let start = start_once(&containerd, &mut made, &container, &chosen, &dir, args);
     let started = match interrupts.unless(start).await {

@@ -161,7 +161,13 @@ impl RestoreError {
     pub fn is_refused(&self, has_begun: bool) -> bool {
         match self {
             Self::Call(call) | Self::Image(ImageError::Call(call)) => call.is_refusal(),
-            Self::Lock(_) | Self::Interrupted { .. } | Self::Signals(_) | Self::Node(_) => false,
+            Self::Lock(_)
+            | Self::Interrupted { .. }
+            | Self::Signals(_)
+            | Self::Node(_)
+            | Self::Left { .. }
+            | Self::Afresh { .. }
+            | Self::Image(ImageError::File { .. } | ImageError::Form(FormError::Look { .. })) => false,
             _ => !has_begun,
         }
     }
@@ -182,6 +188,40 @@ impl RestoreError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_is_refused_that_may_have_left_something() {
+        let id = || "job".to_owned();
+        let call = |status: tonic::Status| {
+            let status = Box::new(status);
+            let call = "Tasks/Create";
+            RestoreError::from(CallError::Call { call, status })
+        };
+        let code = "FIRN-GPU-COUNT: too few. hint: grant more";
+        for (error, before, after) in [
+            (RestoreError::NoGpuState, true, false),
+            (RestoreError::HasTask { id: id() }, true, false),
+            (RestoreError::Interrupted { id: id() }, false, false),
+            (
+                RestoreError::Left {
+                    id: id(),
+                    message: String::new(),
+                },
+                false,
+                false,
+            ),
+            (call(tonic::Status::failed_precondition(code)), true, true),
+            (call(tonic::Status::aborted(code)), false, false),
+            (call(tonic::Status::failed_precondition("no task")), false, false),
+            (call(tonic::Status::unavailable("closed")), false, false),
+        ] {
+            assert_eq!(
+                (error.is_refused(false), error.is_refused(true)),
+                (before, after),
+                "{error}"
+            );
+        }
+    }
 
     #[test]
     fn refusals_of_the_shim_keep_their_code_and_hint() {

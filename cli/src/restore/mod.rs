@@ -129,7 +129,8 @@ pub fn run(args: &RestoreArgs) -> Result<Outcome> {
         Err(error) if args.dry_run && error.is_refusal() => (Restored::default(), Some(error.report())),
         Err(error) => {
             output::failed(args.json, error.shown())?;
-            let has_begun = steps.have_begun(&MAKING);
+            // What is no refusal could not be found out by a dry run.
+            let has_begun = args.dry_run || steps.have_begun(&MAKING);
             return Ok(Outcome::failed(error.is_refused(has_begun)));
         }
     };
@@ -178,7 +179,7 @@ fn restore(
         (Location::Dir(dir), _) => {
             let of_dir = args.dir.as_ref().map(|_| &args.from);
             match of_dir.or(args.into.as_ref()).or(args.name.as_ref()) {
-                Some(id) => block_on(dir::restore(args, &mode, dir, id))?,
+                Some(id) => block_on(dir::restore(args, &mode, dir, id, steps))?,
                 None => Err(RestoreError::NoName {
                     dir: dir.display().to_string(),
                 }),

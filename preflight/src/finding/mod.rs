@@ -91,9 +91,6 @@ const MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 /// alone.
 const COMPILE_WORKER: &str = "torch/_inductor/compile_worker/__main__.py";
 
-/// Among how many arguments of a process its program is looked for: the interpreter's come first.
-const FIRST_ARGUMENTS: usize = 8;
-
 /// How the file names of libraries begin that share GPU memory between processes.
 const SHARING_LIBRARIES: [&str; 3] = ["nvshmem_bootstrap", "nvshmem_transport", "libuct_cuda"];
 
@@ -283,19 +280,17 @@ fn inspect_one(
     Ok(mapped.has_node && !compiles)
 }
 
-/// Whether a process runs [`COMPILE_WORKER`].
+/// Whether a process runs [`COMPILE_WORKER`]: its first argument that is a program of Python.
 fn is_compile_worker(proc_root: &Path, pid: i32) -> Result<bool, Unreadable> {
     let what = "cmdline";
     let path = proc_root.join(pid.to_string()).join(what);
-    let (mut left, mut found) = (FIRST_ARGUMENTS, false);
+    let mut found = false;
     let read = bounded::each(&path, 0, bounded::WHOLE, |argument| {
-        found = Path::new(OsStr::from_bytes(argument)).ends_with(COMPILE_WORKER);
-        left -= 1;
-        if found || left == 0 {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
+        if !argument.ends_with(b".py") {
+            return ControlFlow::Continue(());
         }
+        found = Path::new(OsStr::from_bytes(argument)).ends_with(COMPILE_WORKER);
+        ControlFlow::Break(())
     });
     let read = proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
     Ok(read.is_some() && found)

@@ -3,7 +3,7 @@
 //!
 //! Needs root.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
@@ -226,14 +226,18 @@ fn a_process_in_cu_init_is_waited_for(platform: Platform) -> Result<()> {
             })?;
             Ok::<_, anyhow::Error>(job)
         };
-        let job = starting(3000)?;
-        host.node().run(&["firn", "audit", "job"])?;
-        job.goes_on(3)?;
-        job.remove()?;
-
-        let job = starting(3000)?;
-        host.firn(&["checkpoint", "job", "checkpoint/job"])?;
-        job.goes_on(3)?;
+        // It had no iteration before: it was in cuInit.
+        let waited = |words: &[&str]| {
+            let job = starting(3500)?;
+            ensure!(job.lines()?.reached(1) == 0, "it has started");
+            let begun = Instant::now();
+            host.node().run(&[&["firn"], words].concat())?;
+            ensure!(begun.elapsed() > Duration::from_millis(500), "nobody has waited");
+            job.goes_on(3)?;
+            Ok::<_, anyhow::Error>(job)
+        };
+        waited(&["audit", "job"])?.remove()?;
+        let job = waited(&["checkpoint", "job", "checkpoint/job"])?;
         job.remove()?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
         copy.goes_on(3)?;

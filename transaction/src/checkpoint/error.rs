@@ -524,9 +524,8 @@ impl CheckpointError {
         match self {
             Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => FailureKind::Refused,
             Self::Nccl(_) => FailureKind::Invalid,
-            Self::RolledBack { .. } | Self::Ended { .. } => FailureKind::Aborted,
             Self::Suspended { suspended, .. } if is_final(suspended) => FailureKind::Lost,
-            Self::Suspended { .. } => FailureKind::Refused,
+            Self::RolledBack { .. } | Self::Ended { .. } | Self::Suspended { .. } => FailureKind::Aborted,
             Self::NotEnded { .. } | Self::NotResumed { .. } | Self::Hook { .. } => FailureKind::Internal,
             Self::Plain { .. } | Self::Spec(_) | Self::Edit(_) | Self::Cgroup(_) => FailureKind::Unknown,
         }

@@ -108,7 +108,11 @@ impl<'e, E: Dump> Begun<'e, E> {
     pub async fn gpu_lock(self) -> Result<Locked<'e, E>, Failure<E::Error>> {
         let inspected = async {
             self.effects.enter(Phase::Inspect).await?;
-            let processes = self.effects.inspect().await?;
+            let processes = self.effects.inspect(true).await?;
+            // Order matters: the others would stand still meanwhile.
+            if !self.was_frozen {
+                self.effects.expect_started().await?;
+            }
             self.effects.meet().await?;
             Ok(processes)
         };
@@ -118,8 +122,10 @@ impl<'e, E: Dump> Begun<'e, E> {
         let free = async {
             self.effects.enter(Phase::GpuLock).await?;
             self.effects.thaw().await?;
-            self.effects.expect_running(&pids).await?;
-            self.effects.expect_started().await
+            if self.was_frozen {
+                self.effects.expect_started().await?;
+            }
+            self.effects.expect_running(&pids).await
         };
         if let Err(source) = free.await {
             // No rollback: firn has locked nothing, and what another program has locked stays locked.
@@ -153,7 +159,12 @@ impl<'e, E: Dump> Locked<'e, E> {
         effects.enter(Phase::GpuCheckpoint).await?;
         for round in 1.. {
             effects.freeze().await?;
-            self.processes = effects.inspect().await?;
+            self.processes = effects.inspect(round < ROUNDS).await?;
+            if effects.is_starting() {
+                effects.thaw().await?;
+                effects.expect_started().await?;
+                continue;
+            }
             let is_new = |p: &&CudaProcess| !self.locked.iter().any(|locked| locked.pid == p.pid);
             let new: Vec<CudaProcess> = self.processes.iter().filter(is_new).cloned().collect();
             // A process of the last round is not locked: the driver refuses to checkpoint it, and all is
@@ -377,7 +388,7 @@ impl<'e, E: Dump> Checkpointed<'e, E> {
     pub(crate) async fn parked(effects: &'e mut E) -> Result<Self, Failure<E::Error>> {
         let inspected = async {
             effects.enter(Phase::Inspect).await?;
-            let processes = effects.inspect().await?;
+            let processes = effects.inspect(false).await?;
             effects.meet().await?;
             // It stands still already.
             effects.meet().await?;

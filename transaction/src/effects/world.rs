@@ -57,6 +57,9 @@ pub(crate) struct World {
     pub let_run: bool,
     /// How often it has met the other containers of the same checkpoint.
     pub met: usize,
+    /// How many more inspections find a process in cuInit, unless somebody waits for it.
+    pub starts: usize,
+    pub is_starting: bool,
     /// Of a dump that has no manifest yet.
     pub dumping: Option<Vec<i32>>,
     pub dumped: Option<Vec<i32>>,
@@ -353,14 +356,28 @@ impl Device for World {
 }
 
 impl Dump for World {
-    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, Injected> {
+    async fn inspect(&mut self, may_start: bool) -> Result<Vec<CudaProcess>, Injected> {
         self.call("inspect")?;
+        self.is_starting = may_start && self.starts > 0;
+        assert!(
+            may_start || self.starts == 0,
+            "CRIU cannot dump it: {:?}",
+            self.calls
+        );
         Ok(self.processes())
+    }
+
+    fn is_starting(&self) -> bool {
+        self.is_starting
     }
 
     async fn expect_started(&mut self) -> Result<(), Injected> {
         assert!(!self.frozen, "a frozen process starts nothing: {:?}", self.calls);
-        self.call("expect_started")
+        self.call("expect_started")?;
+        if std::mem::take(&mut self.is_starting) {
+            self.starts -= 1;
+        }
+        Ok(())
     }
 
     async fn meet(&mut self) -> Result<(), Injected> {

@@ -105,7 +105,8 @@ fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
     let output = failure(a.node().run(&[&MOVE[..], more].concat()))?;
     let (status, now) = match code {
         "FIRN-MOVE-TARGET" => (3, "job runs"),
-        "FIRN-MOVE-UNKNOWN" => (1, "job is paused: `firn ps job` shows what resumes it"),
+        // Nothing that would make two of it.
+        "FIRN-MOVE-UNKNOWN" => (1, "job is paused"),
         _ => (1, "job runs"),
     };
     ensure!(

@@ -16,7 +16,7 @@ use crate::phase::Phase;
 use crate::{killed_criu, layer};
 
 impl Dump for ContainerEffects<'_> {
-    async fn inspect(&mut self) -> Result<Vec<CudaProcess>, EffectError> {
+    async fn inspect(&mut self, may_start: bool) -> Result<Vec<CudaProcess>, EffectError> {
         self.transaction.journal.measure(Phase::Inspect);
         let first = self.progress.source.is_none();
         let parked = self.progress.parked.clone();
@@ -38,8 +38,8 @@ impl Dump for ContainerEffects<'_> {
             None if !self.transaction.container.traits.has_nvidia() => Vec::new(),
             None => unless_cancelled(self.transaction.cancel(), self.gpu.discover(pids.clone())).await?,
         };
-        // Order matters: a container that is found frozen is thawed before anybody waits for its processes.
-        self.refuse_by_process(&pids, &cuda, first).await?;
+        let may_start = may_start && self.may_run();
+        self.refuse_by_process(&pids, &cuda, may_start).await?;
         if first {
             self.refuse_by_environment(pids, &cuda).await?;
         }
@@ -50,6 +50,10 @@ impl Dump for ContainerEffects<'_> {
             self.transaction.journal.measure(Phase::GpuCheckpoint);
         }
         Ok(cuda)
+    }
+
+    fn is_starting(&self) -> bool {
+        self.progress.is_starting
     }
 
     async fn expect_started(&mut self) -> Result<(), EffectError> {

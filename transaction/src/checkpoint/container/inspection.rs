@@ -1,14 +1,16 @@
 //! What the first phase reads, and what it refuses.
 
+use std::path::Path;
 use std::time::Duration;
 
 use firn_config::{Tcp, names};
 use firn_gpu::{CudaProcess, Inventory};
-use firn_host::procfs;
+use firn_host::{Alone, procfs};
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Assertions, Capacity, Workload, check_node, expect_criu};
+use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use serde::de::DeserializeOwned;
 
@@ -16,6 +18,7 @@ use super::{ContainerEffects, Source, unless_cancelled};
 use crate::checkpoint::dump::bounded;
 use crate::checkpoint::error::EffectError;
 use crate::journal::Operation;
+use crate::lease::namespace_of;
 use crate::look::{self, Checked};
 use crate::memory_owner;
 
@@ -110,6 +113,22 @@ impl ContainerEffects<'_> {
         let stdout = output.map(|output| output.stdout).unwrap_or_default();
         let text = String::from_utf8_lossy(&stdout);
         text.lines().next().unwrap_or_default().trim().to_owned()
+    }
+
+    /// Whether its processes may run for a while before they are locked: not if somebody else than a command
+    /// of firn has paused it.
+    pub(super) fn may_run(&self) -> bool {
+        let container = self.transaction.container;
+        if !self.transaction.was_frozen {
+            return true;
+        }
+        let by_firn = Alone::is_taken(
+            Path::new(names::COMMANDS),
+            &namespace_of(&container.bundle),
+            &container.id,
+        );
+        let what = format_args!("cannot see whether a command of firn works on {}", container.id);
+        by_firn.or_warn(what) == Some(true)
     }
 
     pub(super) async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {

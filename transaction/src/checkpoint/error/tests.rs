@@ -65,7 +65,7 @@ fn gpu_state_is_suspended_unless_the_driver_reports_it_as_lost() {
         "{text}"
     );
     assert!(text.len() < 400 && !text.contains("firn itself"), "{text}");
-    assert_eq!(code, FailureKind::Refused);
+    assert_eq!(code, FailureKind::Aborted);
     // The message has the cause of the failed checkpoint and that of the failed rollback.
     let (text, _) = report(Phase::CriuDump, EffectError::NoJournal);
     assert!(

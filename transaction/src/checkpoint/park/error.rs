@@ -170,10 +170,14 @@ impl ParkError {
     /// What kind of failure it is, for the caller's own codes.
     pub fn kind(&self) -> FailureKind {
         match self {
-            Self::Refused { .. } | Self::Parked { .. } | Self::Config(_) | Self::Program(_) => {
-                FailureKind::Refused
-            }
-            Self::RolledBack { .. } | Self::Ended { .. } => FailureKind::Aborted,
+            // Another container has the GPUs: the driver was not called.
+            Self::Parked {
+                operation: Operation::Resume,
+                cause: EffectError::Lease(LeaseError::Busy { .. }),
+                ..
+            } => FailureKind::Refused,
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) => FailureKind::Refused,
+            Self::Parked { .. } | Self::RolledBack { .. } | Self::Ended { .. } => FailureKind::Aborted,
             Self::ByJournal(error) => error.kind(),
             Self::Hook { .. } => FailureKind::Internal,
             Self::Cgroup(_) => FailureKind::Unknown,

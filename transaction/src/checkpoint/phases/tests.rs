@@ -66,6 +66,26 @@ fn a_process_that_appears_after_the_lock_is_checkpointed_too() {
     world.as_before(false);
 }
 
+#[test]
+fn a_process_in_cu_init_is_waited_for_while_the_container_runs() {
+    for was_frozen in [false, true] {
+        // Found by the first inspection, by that at the freeze, and by every one but the last.
+        for starts in 1..=ROUNDS {
+            let mut world = World::new([10], was_frozen);
+            world.starts = starts;
+            block_on(leave_running(&mut world)).unwrap();
+            assert_eq!(world.starts, 0);
+            world.as_before(was_frozen);
+        }
+    }
+    // The others of a pod meet a container that has waited.
+    let mut world = World::new([10], false);
+    world.starts = 1;
+    block_on(leave_running(&mut world)).unwrap();
+    let at = |name| world.calls.iter().position(|call| *call == name);
+    assert!(at("expect_started") < at("meet"), "{:?}", world.calls);
+}
+
 /// How many calls a checkpoint of this container makes with these faults.
 fn calls(was_frozen: bool, faults: &[Fault]) -> usize {
     World::after(was_frozen, faults).0.calls.len()
