@@ -37,14 +37,8 @@ pub fn what_depends_on_the_store_shows_it(platform: Platform) -> Result<()> {
         ensure!(count()? == 2, "gc has removed what is pinned");
 
         node.run(&["sh", "-c", "firn-gpu inventory >/srv/inventory.json"])?;
-        let given = [
-            "firn",
-            "restore",
-            REF,
-            "--dry-run",
-            "--inventory",
-            "/srv/inventory.json",
-        ];
+        let given = "--inventory=/srv/inventory.json";
+        let given = ["firn", "restore", REF, "--dry-run", given];
         let looks: [&[&str]; 6] = [
             &["firn", "inspect", DIR],
             &["firn", "inspect", REF],
