@@ -109,18 +109,18 @@ fn failed(args: &CheckpointArgs, error: &CheckpointError, steps: &Steps) -> Resu
     let (socket, namespace) = (&args.containerd.address, args.namespace());
     let state = block_on(StateAfter::of(socket, namespace, &args.container))?;
     output::failed_with(args.json, error.shown(), state.as_slice())?;
-    Ok(Outcome::failed(is_refused(
-        steps,
-        |begun| error.is_refusal(begun),
-        state.as_ref(),
-    )))
+    Ok(outcome(error.is_refusal(has_begun(steps)), steps, state.as_ref()))
 }
 
-/// Whether a command that was to checkpoint a container was refused, and the container is as it was.
-pub fn is_refused(steps: &Steps, by: impl FnOnce(bool) -> bool, state: Option<&StateAfter>) -> bool {
-    let has_paused = steps.have_begun(&["pause"]);
-    let may_be_left = has_paused && state.is_none_or(StateAfter::may_stand_still);
-    by(has_paused || steps.have_begun(&["checkpoint"])) && !may_be_left
+/// Whether the container was paused, or the shim was called.
+pub fn has_begun(steps: &Steps) -> bool {
+    steps.have_begun(&["pause", "checkpoint"])
+}
+
+/// How a command has ended that was to checkpoint a container: refused only if the container is as it was.
+pub fn outcome(is_refusal: bool, steps: &Steps, state: Option<&StateAfter>) -> Outcome {
+    let may_be_left = steps.have_begun(&["pause"]) && state.is_none_or(StateAfter::may_stand_still);
+    Outcome::failed(is_refusal && !may_be_left)
 }
 
 fn print(
@@ -339,11 +339,12 @@ mod tests {
         ] {
             let mut begun = Steps::new(true);
             steps.iter().for_each(|step| begun.begin(step));
-            let found = is_refused(&begun, |begun| error.is_refusal(begun), Some(&state(now)));
-            assert_eq!(found, wanted, "{steps:?}, {error}, {now}");
+            let found = outcome(error.is_refusal(has_begun(&begun)), &begun, Some(&state(now)));
+            assert_eq!(found, Outcome::failed(wanted), "{steps:?}, {error}, {now}");
         }
         let mut begun = Steps::new(true);
         begun.begin("pause");
-        assert!(!is_refused(&begun, |begun| by_shim().is_refusal(begun), None));
+        let found = outcome(by_shim().is_refusal(has_begun(&begun)), &begun, None);
+        assert_eq!(found, Outcome::Failed);
     }
 }

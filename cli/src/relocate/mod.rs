@@ -30,7 +30,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::args::relocate::MoveArgs;
-use crate::checkpoint::{Candidate, Interrupts, Source, is_refused};
+use crate::checkpoint::{Candidate, Interrupts, Source, has_begun, outcome};
 use crate::containerd::{CallError, ContainerSpec, Containerd, NERDCTL_STATE, Snapshot, block_on};
 use crate::outcome::Outcome;
 use crate::output::{self, line, note, printed};
@@ -111,11 +111,7 @@ fn failed(args: &MoveArgs, error: &MoveError, steps: &Steps) -> Result<Outcome> 
         state = state.map(StateAfter::not_to_be_resumed);
     }
     output::failed_with(args.json, error.shown(), state.as_slice())?;
-    Ok(Outcome::failed(is_refused(
-        steps,
-        |begun| error.is_refusal(begun),
-        state.as_ref(),
-    )))
+    Ok(outcome(error.is_refusal(has_begun(steps)), steps, state.as_ref()))
 }
 
 fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &Steps) -> Result<()> {

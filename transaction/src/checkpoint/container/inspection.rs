@@ -1,24 +1,22 @@
 //! What the first phase reads, and what it refuses.
 
-use std::path::Path;
 use std::time::Duration;
 
 use firn_config::{Tcp, names};
 use firn_gpu::{CudaProcess, Inventory};
-use firn_host::{Alone, procfs};
+use firn_host::procfs;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Assertions, Capacity, Workload, check_node, expect_criu};
-use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use serde::de::DeserializeOwned;
 
 use super::{ContainerEffects, Source, unless_cancelled};
 use crate::checkpoint::dump::bounded;
 use crate::checkpoint::error::EffectError;
+use crate::checkpoint::park::is_worked_on;
 use crate::journal::Operation;
-use crate::lease::namespace_of;
 use crate::look::{self, Checked};
 use crate::memory_owner;
 
@@ -118,17 +116,7 @@ impl ContainerEffects<'_> {
     /// Whether its processes may run for a while before they are locked: not if somebody else than a command
     /// of firn has paused it.
     pub(super) fn may_run(&self) -> bool {
-        let container = self.transaction.container;
-        if !self.transaction.was_frozen {
-            return true;
-        }
-        let by_firn = Alone::is_taken(
-            Path::new(names::COMMANDS),
-            &namespace_of(&container.bundle),
-            &container.id,
-        );
-        let what = format_args!("cannot see whether a command of firn works on {}", container.id);
-        by_firn.or_warn(what) == Some(true)
+        !self.transaction.was_frozen || is_worked_on(self.transaction.container)
     }
 
     pub(super) async fn look<T: DeserializeOwned>(&self, request: look::Request) -> Result<T, EffectError> {

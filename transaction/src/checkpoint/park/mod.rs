@@ -57,14 +57,17 @@ pub fn is_requested(container: &Container) -> Result<bool, ParkError> {
     let spec = Spec::load(&container.bundle).map_err(|error| refused(error.into()))?;
     match spec.annotation(names::ANNOTATION_PAUSE) {
         None => Ok(false),
-        Some(RELEASE_GPU) => {
-            let namespace = namespace_of(&container.bundle);
-            let by_firn = Alone::is_taken(Path::new(names::COMMANDS), &namespace, &container.id);
-            let what = format_args!("cannot see whether a command of firn works on {}", container.id);
-            Ok(by_firn.or_warn(what) != Some(true))
-        }
+        Some(RELEASE_GPU) => Ok(!is_worked_on(container)),
         Some(value) => Err(refused(setting(names::ANNOTATION_PAUSE, value).into())),
     }
+}
+
+/// Whether a command of firn works on the container. Not if that cannot be seen, which is logged.
+pub(super) fn is_worked_on(container: &Container) -> bool {
+    let namespace = namespace_of(&container.bundle);
+    let by_firn = Alone::is_taken(Path::new(names::COMMANDS), &namespace, &container.id);
+    let what = format_args!("cannot see whether a command of firn works on {}", container.id);
+    by_firn.or_warn(what) == Some(true)
 }
 
 fn setting(name: &'static str, value: &str) -> GrantChangeError {
