@@ -223,6 +223,12 @@ pub fn mount_of(pid: i32, fd: i32) -> Option<u32> {
         .ok()
 }
 
+/// The flags with which a file is open, as open(2) has them.
+pub fn flags_of(pid: i32, fd: i32) -> Option<i32> {
+    let flags = field(&format!("{pid}/fdinfo/{fd}"), "flags:")?;
+    i32::from_str_radix(flags.trim(), 8).ok()
+}
+
 /// Whether no thread of a process is left.
 pub fn has_ended(pid: i32) -> bool {
     !is_alive(pid) && threads(pid).map_or(0, |threads| threads.len()) < 2

@@ -50,6 +50,7 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure
         empty_namespaces: line.values("empty-ns").map(str::to_owned).collect(),
         meeting: None,
         layer: None,
+        files_copied: false,
         inline: false,
         overrides: Overrides::default(),
     });

@@ -81,6 +81,10 @@ pub trait Dump: Device {
     /// Waits for these processes, if there are any, and refuses those that stay in cuInit: the driver does
     /// not know them yet, and CRIU cannot dump what they have open. The cgroup is thawed.
     fn expect_started(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Refuses a container whose open files were written since the first inspection, if its client had
+    /// copied them before that: the copy could not open them. The cgroup is frozen. Source: CRIU compares the
+    /// length of each but those that are only appended to.
+    fn expect_files(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Waits for the other containers that are checkpointed at the same moment, if there are any: before
     /// anything is locked, and again when this one stands still. The dump waits for their dumps.
     fn meet(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;

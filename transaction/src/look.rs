@@ -9,6 +9,7 @@
 //! Reads are bounded in [`firn_host::bounded`], answers in [`child`].
 
 mod child;
+mod written;
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -24,6 +25,8 @@ use firn_process::cancel::{CancellationToken, Interrupted};
 use firn_process::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
+pub use written::Written;
+pub(crate) use written::tick;
 
 /// The action of the shim that runs the child.
 pub const ACTION: &str = "look";
@@ -36,6 +39,13 @@ pub enum Request {
     /// Which of these places processes have in use. Answer: `Option<Vec<bool>>`, `None` if that cannot be
     /// read.
     InUse { pids: Vec<i32>, places: Vec<PathBuf> },
+    /// Whether these processes have written to open files of the container's root since that time of 1970.
+    /// Answer: `Option<Written>`.
+    Written {
+        init: i32,
+        pids: Vec<i32>,
+        since: Duration,
+    },
     /// What a restore changes in the mounts of a spec. Answer:
     /// [`ResolvedMounts`](firn_oci::mounts::ResolvedMounts).
     Mounts {
@@ -62,7 +72,9 @@ impl Request {
             Self::Check(workload) if workload.capacity.is_some() => {
                 "the free space for the image, and the container's mounts and standard streams"
             }
-            Self::Check(_) | Self::InUse { .. } => "the files that the container's processes have open",
+            Self::Check(_) | Self::InUse { .. } | Self::Written { .. } => {
+                "the files that the container's processes have open"
+            }
             Self::Mounts { .. } => "the sources of the container's bind mounts",
         }
     }

@@ -43,6 +43,9 @@ pub(super) async fn checkpoint(
         empty_namespaces: options.empty_namespaces,
         meeting: None,
         layer: None,
+        // Only `Checkpoint` of a container in containerd's Go library asks for them, as `ctr containers
+        // checkpoint` does: it copies the files between its pause and the checkpoint.
+        files_copied: options.file_locks,
         inline,
         overrides,
     };

@@ -206,6 +206,7 @@ async fn one(
         empty_namespaces: Vec::new(),
         meeting: Some(progress.meeting.clone()),
         layer: Some(layer.clone()),
+        files_copied: false,
         inline: false,
         overrides: progress.overrides.clone(),
     };

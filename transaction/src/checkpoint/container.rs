@@ -9,6 +9,7 @@ mod manifest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use firn_config::{Tcp, names};
 use firn_gpu::protocol::GpuMemory;
@@ -101,6 +102,8 @@ pub(super) struct Progress {
     pub(super) parked: Option<Parked>,
     /// CUDA processes, as the last inspection found.
     pub(super) cuda: Vec<CudaProcess>,
+    /// When the client's copy of the container's files was made, at the latest, in the time since 1970.
+    copied_at: Option<Duration>,
     /// How often it has joined the other containers that are checkpointed at the same moment.
     met: usize,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.

@@ -24,7 +24,7 @@ use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::layer::LayerError;
 use crate::lease::LeaseError;
-use crate::look::LookError;
+use crate::look::{LookError, Written};
 use crate::memory::CopyError;
 use crate::phase::Phase;
 use crate::runc::{RuncError, UnfitRuntime};
@@ -71,6 +71,16 @@ pub enum EffectError {
     Look(#[from] LookError),
     #[error("the driver call failed")]
     Gpu(#[from] WorkerError),
+    #[error(
+        "process {} ({}) has written to its open file {} while the driver locked its GPU: the client had \
+         copied the container's files before",
+        .0.pid, .0.comm, .0.path.display()
+    )]
+    #[problem(
+        "FIRN-FILES",
+        "use `firn checkpoint`, which copies the files afterwards; or keep the file on a volume; or try again"
+    )]
+    Written(Written),
     #[error("the container did not stand still while its image was made: {how}")]
     #[problem(
         "FIRN-FREEZER",

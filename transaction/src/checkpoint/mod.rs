@@ -66,6 +66,8 @@ pub struct Request {
     pub meeting: Option<Arc<Meeting>>,
     /// The archive that gets what the container has written to its root file system.
     pub layer: Option<PathBuf>,
+    /// The client has copied the container's files before, if it has paused it.
+    pub files_copied: bool,
     /// All memory goes into the image, whatever annotation and configuration have of a store.
     pub inline: bool,
     /// What counts instead of the container's annotations.
@@ -84,6 +86,7 @@ impl Request {
             empty_namespaces: Vec::new(),
             meeting: None,
             layer: None,
+            files_copied: false,
             inline: false,
             overrides: Overrides::default(),
         }

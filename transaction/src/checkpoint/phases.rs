@@ -178,6 +178,7 @@ impl<'e, E: Dump> Locked<'e, E> {
             self.locked.extend(new);
             effects.gpu_lock(&pids).await?;
         }
+        effects.expect_files().await?;
         effects.meet().await?;
         effects.hold(restore_tids(&self.processes)).await?;
         effects.thaw().await?;

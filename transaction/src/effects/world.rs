@@ -380,6 +380,11 @@ impl Dump for World {
         Ok(())
     }
 
+    async fn expect_files(&mut self) -> Result<(), Injected> {
+        assert!(self.frozen, "it may write: {:?}", self.calls);
+        self.call("expect_files")
+    }
+
     async fn meet(&mut self) -> Result<(), Injected> {
         self.call("meet")?;
         self.met += 1;

@@ -11,6 +11,7 @@ use firn_oci::{Spec, mounts};
 use firn_preflight::{Workload, check_until_refused};
 use serde::Serialize;
 
+use super::written::written;
 use super::{Checked, LeftOut, Request};
 
 /// Longest request: the pids of a host and the mounts of a spec.
@@ -48,6 +49,7 @@ fn answer(request: Request) -> serde_json::Result<Vec<u8>> {
     match request {
         Request::Check(workload) => json(check(&workload)),
         Request::InUse { pids, places } => json(Ok(procfs::in_use(&pids, &places))),
+        Request::Written { init, pids, since } => json(Ok(written(init, &pids, since))),
         Request::Mounts {
             mounts,
             bundle,

@@ -492,6 +492,7 @@ pub(crate) fn suite() -> matrix::Suite {
         others::a_node_without_criu_is_refused [FORKY];
         others::a_seccomp_agent_is_refused [FORKY];
         rollback::a_driver_that_fails_a_checkpoint_costs_nothing [FORKY, TRIXIE];
+        rollback::a_file_that_outgrows_the_clients_copy_is_named [FORKY, FORKY_V2, TRIXIE];
         rollback::when_one_of_four_processes_fails_all_four_go_on [FORKY];
         rollback::a_failed_gpu_restore_is_tried_again [FORKY];
         rollback::a_copy_whose_caller_ends_costs_nothing [FORKY, TRIXIE];

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use containerd_shim_protos::api::{DeleteRequest, DeleteResponse, Empty, ShutdownRequest};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
-use firn_lab::{Container, GpuHost, SHARES_NOTHING, SimGpu, Task, describe, failure, on};
+use firn_lab::{COUNTER, Container, GpuHost, SHARES_NOTHING, SimGpu, Task, describe, failure, on};
 use firn_node::{Platform, wait_for};
 
 use super::{LIMIT, fails, host};
@@ -54,6 +54,33 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
         &["--call", "checkpoint", "--crash", "--after", "--times", "1"],
     ),
 ];
+
+/// A process that writes to a file all the time, and one that appends to another.
+const WRITES: &str = "while :; do echo x; done >/grows & while :; do echo x; sleep 0.001; done >>/log &";
+
+/// `ctr containers checkpoint` copies the files before the driver can lock anything, and processes run for the
+/// lock: the copy of a file that grows then could not be opened.
+pub fn a_file_that_outgrows_the_clients_copy_is_named(platform: Platform) -> Result<()> {
+    on([host(platform, "rb-grows", 1)?], |[host]| {
+        let script = format!("{WRITES} {COUNTER}");
+        let job = Container::script(host, "job", &["0"], 1, &[], &script)?;
+        job.goes_on(3)?;
+        let output = fails(&job, host, "FIRN-FILES")?;
+        ensure!(output.contains("(sh)") && output.contains(" /grows "), "{output}");
+        // These copy the files afterwards, or leave them to their user.
+        host.firn(&["checkpoint", "job", "/srv/job.tar"])?;
+        job.task(&["pause"])?;
+        job.task(&["checkpoint", "--image-path", "/srv/alone"])?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.firn(&["restore", "/srv/job.tar", "--name", "copy"])?;
+        let copy = Container::known(host, "copy").counting(1);
+        copy.goes_on(3)?;
+        copy.remove()?;
+        host.idle()
+    })
+}
 
 const SHORT: &str = "[deadlines]\ngpu-lock = \"700ms\"\ngpu-checkpoint = \"1s\"\n\
                      gpu-restore = \"1s\"\ngpu-unlock = \"1s\"\n";

@@ -13,7 +13,7 @@ use crate::checkpoint::join;
 use crate::effects::Dump;
 use crate::end_proof::EndProof;
 use crate::phase::Phase;
-use crate::{killed_criu, layer};
+use crate::{killed_criu, layer, look};
 
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self, may_start: bool) -> Result<Vec<CudaProcess>, EffectError> {
@@ -25,6 +25,9 @@ impl Dump for ContainerEffects<'_> {
             self.progress.source = Some(unless_cancelled(&cancel, self.read_source()).await?);
             if self.is_dump() {
                 self.make_store_ready().await?;
+            }
+            if self.finds_files_copied() {
+                self.progress.copied_at = Some(look::tick().await);
             }
             // That of a parked container was called at its pause.
             if parked.is_none() {
@@ -66,6 +69,21 @@ impl Dump for ContainerEffects<'_> {
                 .await?;
         }
         Ok(())
+    }
+
+    async fn expect_files(&mut self) -> Result<(), EffectError> {
+        let Some(since) = self.progress.copied_at else {
+            return Ok(());
+        };
+        let request = look::Request::Written {
+            init: self.transaction.container.init.pid(),
+            pids: self.cgroup.pids()?,
+            since,
+        };
+        match self.look(request).await? {
+            None => Ok(()),
+            Some(written) => Err(EffectError::Written(written)),
+        }
     }
 
     async fn meet(&mut self) -> Result<(), EffectError> {

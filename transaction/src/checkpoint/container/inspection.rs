@@ -113,6 +113,11 @@ impl ContainerEffects<'_> {
         text.lines().next().unwrap_or_default().trim().to_owned()
     }
 
+    /// Whether the client has copied the container's files, as it is before they are written again.
+    pub(super) fn finds_files_copied(&self) -> bool {
+        self.request.files_copied && self.progress.parked.is_none() && !self.may_run()
+    }
+
     /// Whether its processes may run for a while before they are locked: not if somebody else than a command
     /// of firn has paused it.
     pub(super) fn may_run(&self) -> bool {

@@ -46,6 +46,7 @@ fn request(image: PathBuf) -> Request {
         empty_namespaces: Vec::new(),
         meeting: None,
         layer: None,
+        files_copied: false,
         inline: false,
         overrides: Overrides::default(),
     }

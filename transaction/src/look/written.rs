@@ -1,0 +1,115 @@
+//! Files that processes have open and that were written after a moment.
+
+use std::fs::{self, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_host::mountinfo::{self, MountEntry};
+use firn_host::procfs;
+use nix::fcntl::OFlag;
+use nix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+/// How often the clock is read until it advances, at least: a tick takes up to 10 ms.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// The time of the file system's clock since 1970 when it is about to advance: what is written once this has
+/// returned is later.
+pub async fn tick() -> Duration {
+    let now = || clock_gettime(ClockId::CLOCK_REALTIME_COARSE).map_or(Duration::ZERO, Duration::from);
+    let before = now();
+    while now() == before && before > Duration::ZERO {
+        tokio::time::sleep(LOOK).await;
+    }
+    before
+}
+
+/// A file in the container's root that a process has open.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Written {
+    pub pid: i32,
+    pub comm: String,
+    pub path: PathBuf,
+}
+
+/// The first regular file on the root file system of `init` that one of `pids` has open and that has changed
+/// after `since`, in the time of the file system's clock since 1970. Two kinds of files count not: CRIU's image
+/// has those without a name, and CRIU opens those that are only appended to whatever their length.
+pub(super) fn written(init: i32, pids: &[i32], since: Duration) -> Option<Written> {
+    let root = device(init, |mount| mount.mount_point == Path::new("/"))?;
+    pids.iter().find_map(|&pid| {
+        let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
+        let fds = fds.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+        fds.filter_map(|fd| of_descriptor(pid, fd, &root, since)).next()
+    })
+}
+
+/// Order matters: a file server may not answer, so a file is looked at only where its mount is the root's.
+fn of_descriptor(pid: i32, fd: i32, root: &str, since: Duration) -> Option<Written> {
+    let id = procfs::mount_of(pid, fd)?;
+    let link = PathBuf::from(format!("/proc/{pid}/fd/{fd}"));
+    let is_in_root = device(pid, |mount| mount.id == id)? == root;
+    let appends = OFlag::O_APPEND | OFlag::O_WRONLY;
+    let is_log = OFlag::from_bits_truncate(procfs::flags_of(pid, fd)?).contains(appends);
+    let is_written = is_in_root && !is_log && changed(&fs::metadata(&link).ok()?, since);
+    is_written.then(|| Written {
+        pid,
+        comm: procfs::comm(pid),
+        path: fs::read_link(&link).unwrap_or(link),
+    })
+}
+
+fn changed(file: &Metadata, since: Duration) -> bool {
+    let seconds = u64::try_from(file.ctime()).unwrap_or_default();
+    let nanoseconds = u32::try_from(file.ctime_nsec()).unwrap_or_default();
+    file.is_file() && file.nlink() > 0 && Duration::new(seconds, nanoseconds) > since
+}
+
+/// `major:minor` of the file system that is mounted last of those that a process sees: that of the root covers
+/// those before.
+fn device(pid: i32, is_meant: impl Fn(&MountEntry) -> bool) -> Option<String> {
+    let mounts = mountinfo::of_process(pid).ok()?;
+    let mount = mounts.into_iter().rev().find(is_meant)?;
+    Some(mount.device)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_that_was_written_since_is_named() {
+        let me = i32::try_from(std::process::id()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let open = |name: &str| File::create(dir.path().join(name)).unwrap();
+        let (mut grows, mut nameless, _old) = (open("grows"), open("nameless"), open("old"));
+        let log = dir.path().join("log");
+        let mut log = File::options().append(true).create(true).open(log).unwrap();
+        fs::remove_file(dir.path().join("nameless")).unwrap();
+        let mount = procfs::mount_of(me, grows.as_raw_fd()).unwrap();
+        let root = device(me, |entry| entry.id == mount).unwrap();
+        let since = tick().await;
+        let seen = || {
+            let fds = fs::read_dir("/proc/self/fd").unwrap();
+            let fds = fds.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
+            let written = fds.filter_map(|fd| of_descriptor(me, fd, &root, since));
+            let here = written.filter(|written| written.path.starts_with(dir.path()));
+            here.map(|written| written.path).collect::<Vec<_>>()
+        };
+        nameless.write_all(b"more").unwrap();
+        log.write_all(b"more").unwrap();
+        assert_eq!(seen(), Vec::<PathBuf>::new());
+        grows.write_all(b"more").unwrap();
+        assert_eq!(seen(), [dir.path().join("grows")]);
+        assert!(
+            !changed(&grows.metadata().unwrap(), tick().await),
+            "written since"
+        );
+        assert_eq!(written(me, &[i32::MAX], since), None);
+    }
+}
