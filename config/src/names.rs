@@ -110,6 +110,14 @@ pub const ANNOTATION_CHECKPOINT_POD: &str = "firn.dev/checkpoint-pod";
 /// wanted any more, and is rolled back if it is not complete.
 pub const ANNOTATION_WITHDRAW_POD: &str = "firn.dev/withdraw-pod";
 
+/// In an update: the process of a command of firn for which the container is paused, until it resumes the
+/// container or ends: its pid and when it was started.
+pub const ANNOTATION_PAUSE_FOR: &str = "firn.dev/pause-for";
+
+/// In an update: a value of [`ANNOTATION_PAUSE_FOR`] that was sent before. The container stays paused, also
+/// when that process ends.
+pub const ANNOTATION_PAUSE_KEPT: &str = "firn.dev/pause-kept";
+
 /// A value of [`ANNOTATION_MOVE_GPU`]: those that it has.
 pub const SAME_GPUS: &str = "same";
 
@@ -189,11 +197,13 @@ pub const ANNOTATIONS_OF_SPECS: [&str; 18] = [
 
 /// Names of firn that stand elsewhere: in the annotations of an update, in labels, in the index of an image.
 /// Create removes them from a given spec, and every other name that begins with [`FIRNS`].
-pub const NEVER_IN_SPECS: [&str; 7] = [
+pub const NEVER_IN_SPECS: [&str; 9] = [
     ANNOTATION_USERS_CRIU_CONFIG,
     ANNOTATION_MOVE_GPU,
     ANNOTATION_CHECKPOINT_POD,
     ANNOTATION_WITHDRAW_POD,
+    ANNOTATION_PAUSE_FOR,
+    ANNOTATION_PAUSE_KEPT,
     LABEL_PARKED,
     ANNOTATION_CONTAINER,
     ANNOTATION_BASE_CHAIN,

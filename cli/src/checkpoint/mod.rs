@@ -249,7 +249,7 @@ async fn checkpoint(
     let found = find(args, place, &containerd).await?;
     let (id, was_paused) = (found.container.id.clone(), found.was_paused());
     let mut interrupts = Interrupts::new()?;
-    let (source, mut target) = begin(found, &containerd, place, args.overrides.annotations()).await?;
+    let (mut source, mut target) = begin(found, &containerd, place, args.overrides.annotations()).await?;
     let paused = source.pause(steps).await;
     let interrupted = || CheckpointError::Interrupted { id: id.clone() };
     let work = async {

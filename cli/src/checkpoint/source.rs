@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use firn_config::names;
 use firn_containerd::Message;
 use firn_containerd::runc::{CHECKPOINT_OPTIONS, CheckpointOptions};
-use firn_host::Alone;
+use firn_host::{Alone, ProcessTag};
 use firn_image::manifest::Manifest;
 use firn_transaction::end_proof::EndProof;
 use firn_transaction::transfer::StaysHere;
@@ -68,6 +68,8 @@ pub struct Source {
     /// Of its init.
     pid: u32,
     was_paused: bool,
+    /// The shim resumes it if this command is killed.
+    paused_for: Option<ProcessTag>,
     _alone: Alone,
 }
 
@@ -118,13 +120,48 @@ impl Source {
         &self.containerd
     }
 
-    /// Pauses it.
-    pub async fn pause(&self, steps: &mut Steps) -> Result<(), CheckpointError> {
+    /// Pauses it. One that its user has paused stays so.
+    pub async fn pause(&mut self, steps: &mut Steps) -> Result<(), CheckpointError> {
         if !self.was_paused {
             steps.begin("pause");
+        }
+        self.paused_for = self.paused_by_shim().await?;
+        if self.paused_for.is_some() {
+            // Also if a command that was killed had paused it.
+            self.was_paused = false;
+        } else if !self.was_paused {
             self.containerd.pause(self.id()).await?;
         }
         Ok(())
+    }
+
+    /// Has the shim pause it until this command resumes it or ends. None: it has not; it is of somebody else
+    /// or of an older firn, it does not see this process, or the user has paused the container.
+    async fn paused_by_shim(&self) -> Result<Option<ProcessTag>, CallError> {
+        let Some(own) = ProcessTag::own() else {
+            return Ok(None);
+        };
+        match self.annotate(names::ANNOTATION_PAUSE_FOR, own).await {
+            Ok(()) => {
+                let state = self.containerd.task_state(self.id()).await?;
+                Ok((state == Some(TaskState::Paused)).then_some(own))
+            }
+            Err(error) if error.is_lost() => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+
+    async fn annotate(&self, name: &str, own: ProcessTag) -> Result<(), CallError> {
+        let annotations = HashMap::from([(name.to_owned(), own.to_string())]);
+        self.containerd.annotate(self.id(), annotations).await
+    }
+
+    /// From now on it stays paused if this command is killed: a copy may run.
+    pub async fn stay_paused(&self) -> Result<(), CallError> {
+        match self.paused_for {
+            Some(own) => self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await,
+            None => Ok(()),
+        }
     }
 
     /// Checkpoints the container, which stands still. Its memory goes where the configuration has it.
@@ -429,6 +466,7 @@ impl Candidate {
             lease,
             pid: self.pid,
             was_paused: self.was_paused,
+            paused_for: None,
             _alone: self.alone,
         })
     }
@@ -475,6 +513,7 @@ mod tests {
             lease: String::new(),
             pid: PID,
             was_paused: false,
+            paused_for: None,
             _alone: Alone::take(dir, "default", "job").unwrap().unwrap(),
         }
     }

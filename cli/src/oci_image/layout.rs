@@ -57,7 +57,7 @@ pub async fn write(
     layout: &Layout<'_>,
     out: &mut Outlet,
     steps: &mut Steps,
-    last: impl FnOnce(),
+    last: impl AsyncFnOnce() -> Result<(), ImageError>,
 ) -> Result<u64, ImageError> {
     let failed = || ImageError::file("write the archive");
     let (blobs, all) = (layout.blobs(), layout.bytes());
@@ -84,7 +84,7 @@ pub async fn write(
         }
         out.write(padding(read)).await.map_err(failed())?;
     }
-    last();
+    last().await?;
     let mut target = layout.index.clone();
     target.platform = None;
     target.annotations = BTreeMap::from([(NAME.to_owned(), layout.name.to_owned())]);

@@ -193,7 +193,7 @@ async fn moved(
     if args.dry_run {
         return Ok((0, serde_json::json!({ "map": node.map })));
     }
-    let source = found.begin(&containerd, args.overrides.annotations()).await?;
+    let mut source = found.begin(&containerd, args.overrides.annotations()).await?;
     // Not to be interrupted: whether it was paused would not be known. The shim has deadlines for it.
     let paused = source.pause(steps).await;
     let transfer = Transfer::default();

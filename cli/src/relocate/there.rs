@@ -103,7 +103,11 @@ impl<'a> There<'a> {
             index: &part,
             parts: &parts,
         };
-        let last = || transfer.send_last();
+        let last = async || {
+            source.stay_paused().await?;
+            transfer.send_last();
+            Ok(())
+        };
         let written = oci_image::write(&source.containerd, &layout, &mut out, steps, last);
         // Order matters: the other node reads until its input is closed.
         let written = match written.await {

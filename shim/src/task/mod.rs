@@ -4,6 +4,7 @@
 //! its own and the handler only waits for it: nothing is left half done by a client.
 
 mod checkpoint;
+mod commands;
 mod create;
 mod delete;
 mod error;

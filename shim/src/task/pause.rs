@@ -12,28 +12,42 @@ use firn_transaction::checkpoint;
 use firn_transaction::checkpoint::park::{self, Wanted};
 use firn_transaction::container::{Action, Container, InitState};
 use firn_transaction::journal::Operation;
+use tokio::sync::RwLockWriteGuard;
 
 pub(super) async fn pause(service: &Arc<Service>, request: PauseRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let _operation = container.operation.write().await;
-    let freezer = freezer(&container);
-    if container.state() == InitState::Paused && freezer == Some(FreezerState::Thawed) {
+    stop(service, &container, freeze(service, &container)).await
+}
+
+/// Pauses a container by `freeze`. The caller holds its operation lock.
+pub(super) async fn stop(
+    service: &Service,
+    container: &Container,
+    freeze: impl Future<Output = Result<(), TaskError>>,
+) -> Result<Empty, TaskError> {
+    if container.state() == InitState::Paused && !is_paused(container) {
         // Somebody else has resumed it.
         container.set_state(InitState::Running);
     }
     container.admit(Action::Pause)?;
     container.set_state(InitState::Pausing);
-    if let Err(error) = freeze(service, &container).await {
+    if let Err(error) = freeze.await {
         if container.state() == InitState::Pausing {
             container.set_state(InitState::Running);
         }
         return Err(error);
     }
     service.publisher.publish(&TaskPaused {
-        container_id: request.id,
+        container_id: container.id.clone(),
         ..TaskPaused::default()
     });
     Ok(Empty::default())
+}
+
+/// Whether it is paused and stands still, or that cannot be seen.
+pub(super) fn is_paused(container: &Container) -> bool {
+    container.state() == InitState::Paused && freezer(container) != Some(FreezerState::Thawed)
 }
 
 async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<(), TaskError> {
@@ -45,11 +59,13 @@ async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<()
         moves::label(service, container).await;
         return Ok(());
     }
-    container
-        .runc
-        .pause()
-        .await
-        .map_err(TaskError::runtime("pause"))?;
+    by_runtime(container).await
+}
+
+/// Has the runtime freeze it, which keeps its GPUs.
+pub(super) async fn by_runtime(container: &Container) -> Result<(), TaskError> {
+    let paused = container.runc.pause().await;
+    paused.map_err(TaskError::runtime("pause"))?;
     container.set_state(InitState::Paused);
     Ok(())
 }
@@ -57,20 +73,29 @@ async fn freeze(service: &Arc<Service>, container: &Arc<Container>) -> Result<()
 pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Result<Empty, TaskError> {
     let container = service.container(&request.id)?;
     let operation = container.operation.write().await;
+    go_on(service, &container, operation).await
+}
+
+/// Resumes a container, whose operation lock the caller holds.
+pub(super) async fn go_on<'c>(
+    service: &Arc<Service>,
+    container: &'c Arc<Container>,
+    operation: RwLockWriteGuard<'c, ()>,
+) -> Result<Empty, TaskError> {
     if container.is_parked() {
-        return moves::bring(service, &container, operation, Wanted::default()).await;
+        return moves::bring(service, container, operation, Wanted::default()).await;
     }
     if container.state() == InitState::Suspended {
         let transaction = service.begin(Operation::Resume, &container.id);
-        let done = checkpoint::resume(&container, &service.reaper).await;
+        let done = checkpoint::resume(container, &service.reaper).await;
         let done = done
-            .map(|()| resumed(service, &container))
+            .map(|()| resumed(service, container))
             .map_err(TaskError::from);
-        return service.end(&container, transaction, done);
+        return service.end(container, transaction, done);
     }
     // The freezer itself decides, not what the shim remembers: a dump that was cut off may have turned it off
     // or on.
-    let freezer = freezer(&container);
+    let freezer = freezer(container);
     if container.state() == InitState::Running && freezer == Some(FreezerState::Frozen) {
         container.set_state(InitState::Paused);
     }
@@ -79,8 +104,8 @@ pub(super) async fn resume(service: &Arc<Service>, request: ResumeRequest) -> Re
         let resumed = container.runc.resume().await;
         resumed.map_err(TaskError::runtime("resume"))?;
     }
-    let empty = resumed(service, &container);
-    checkpoint::call_pending(&container, &service.reaper).await?;
+    let empty = resumed(service, container);
+    checkpoint::call_pending(container, &service.reaper).await?;
     Ok(empty)
 }
 

@@ -1,11 +1,12 @@
-//! Update: new limits, handed to the runtime as the client wrote them; other GPUs; a checkpoint of a pod.
+//! Update: new limits, handed to the runtime as the client wrote them; other GPUs; a checkpoint of a pod; the
+//! pause of a command of firn.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use containerd_shim_protos::api::{Empty, UpdateTaskRequest};
 
-use super::{Service, TaskError, moves, pod};
+use super::{Service, TaskError, commands, moves, pod};
 use firn_transaction::checkpoint::Overrides;
 use firn_transaction::container::Action;
 use firn_transaction::runc::RuntimeMessage;
@@ -25,6 +26,11 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
     }
     let container = service.container(&request.id)?;
     container.admit(Action::Update)?;
+    if let Some(wanted) = commands::wanted(&request.annotations)? {
+        let _operation = container.operation.write().await;
+        container.admit(Action::Update)?;
+        return commands::serve(service, &container, wanted).await;
+    }
     // The runtime looks at the freezer, and may turn it off and on: not while somebody relies on it.
     let operation = tokio::time::timeout(PATIENCE, container.operation.write());
     let operation = operation.await.map_err(|_| TaskError::Busy {

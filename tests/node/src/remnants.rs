@@ -1,7 +1,8 @@
 //! What runs in a node, and what a container has left behind in it.
 
 use std::fmt;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -11,6 +12,9 @@ use crate::node::Node;
 /// Directories of the node in which runtimes keep directories named after containers.
 const STATE_DIRS: &[&str] = &["/run/containerd", "/run/runc", "/run/firn"];
 const STATE_DEPTH: usize = 4;
+
+/// Bytes of a process's arguments that are read.
+const LONGEST: usize = 64 << 10;
 
 /// A process in a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,7 +99,7 @@ impl Node {
             .filter_map(|entry| {
                 let pid = entry.file_name().to_str()?.parse().ok()?;
                 let command = fs::read_to_string(entry.path().join("comm")).ok()?;
-                let args = fs::read(entry.path().join("cmdline")).ok()?;
+                let args = arguments(&entry.path().join("cmdline")).ok()?;
                 Some(Process {
                     pid,
                     command: command.trim_end().into(),
@@ -125,6 +129,14 @@ impl Node {
             state,
         })
     }
+}
+
+/// In one read: of a process that executes its next program between two, one would have parts of both.
+fn arguments(cmdline: &Path) -> io::Result<Vec<u8>> {
+    let mut args = vec![0; LONGEST];
+    let read = File::open(cmdline)?.read(&mut args)?;
+    args.truncate(read);
+    Ok(args)
 }
 
 fn split_args(cmdline: &[u8]) -> Vec<String> {

@@ -23,6 +23,7 @@ pub use admission::{Action, InitState, NotAllowed, admit};
 pub use exits::{Exits, Expectation, Owner};
 pub use process::{Process, StdioPaths};
 
+use firn_host::ProcessTag;
 use firn_process::cancel::Slot;
 use firn_process::cgroup::{Cgroup, CgroupError, OomWatch};
 use firn_process::panics::lock;
@@ -91,6 +92,8 @@ struct Status {
     /// Start is in progress: an exit of init is published after it.
     starting: bool,
     exit_while_starting: Option<Exit>,
+    /// The command of firn for which it is paused.
+    paused_for: Option<ProcessTag>,
 }
 
 /// Why an exec is refused.
@@ -182,6 +185,23 @@ impl Container {
         };
         if !is_final {
             status.state = state;
+        }
+        if status.state != InitState::Paused {
+            status.paused_for = None;
+        }
+    }
+
+    /// The command of firn for which it is paused, and which is to resume it. None: its user has paused it, or
+    /// it is not paused.
+    pub fn paused_for(&self) -> Option<ProcessTag> {
+        lock(&self.status).paused_for
+    }
+
+    /// It is paused for this command from now on, or for nobody. Nothing changes unless it is paused.
+    pub fn pause_for(&self, command: Option<ProcessTag>) {
+        let mut status = lock(&self.status);
+        if status.state == InitState::Paused {
+            status.paused_for = command;
         }
     }
 

@@ -34,8 +34,8 @@ pub struct Written {
 }
 
 /// The first regular file on the root file system of `init` that one of `pids` has open and that has changed
-/// after `since`, in the time of the file system's clock since 1970. Two kinds of files count not: CRIU's image
-/// has those without a name, and CRIU opens those that are only appended to whatever their length.
+/// after `since`, in the time of the file system's clock since 1970. Two kinds of files do not count: CRIU's
+/// image has those without a name, and CRIU opens those that are only appended to whatever their length.
 pub(super) fn written(init: i32, pids: &[i32], since: Duration) -> Option<Written> {
     let root = device(init, |mount| mount.mount_point == Path::new("/"))?;
     pids.iter().find_map(|&pid| {
@@ -66,8 +66,8 @@ fn changed(file: &Metadata, since: Duration) -> bool {
     file.is_file() && file.nlink() > 0 && Duration::new(seconds, nanoseconds) > since
 }
 
-/// `major:minor` of the file system that is mounted last of those that a process sees: that of the root covers
-/// those before.
+/// `major:minor` of the file system that is mounted last of those that a process sees: that of the root
+/// covers those before.
 fn device(pid: i32, is_meant: impl Fn(&MountEntry) -> bool) -> Option<String> {
     let mounts = mountinfo::of_process(pid).ok()?;
     let mount = mounts.into_iter().rev().find(is_meant)?;

@@ -3,10 +3,12 @@
 use std::fs;
 use std::path::Path;
 use std::process::Child;
+use std::thread::sleep;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{BUNDLES, Container, GpuHost, IMAGE, STOCK, failure, on};
-use firn_node::{Image, Platform, wait_for};
+use firn_node::{Image, Platform, Process, wait_for};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -270,22 +272,40 @@ fn by_the_shim(host: &GpuHost, job: &Container<'_>) -> Result<()> {
     host.remove_image("checkpoint/job")
 }
 
-/// Interrupts firn once a checkpoint stands still in this phase.
-fn interrupted(host: &GpuHost, to: &str, phase: &str) -> Result<String> {
+/// Begins a checkpoint, and waits until it stands still in this phase.
+fn begun(host: &GpuHost, to: &str, phase: &str) -> Result<Child> {
     host.node().run(&["rm", "-f", "/run/firn-held"])?;
     host.node().write("/run/firn-hold", phase)?;
     let client = host.node().spawn(&["firn", "checkpoint", "job", to, "--exit"])?;
     wait_for("the checkpoint to stand still", LIMIT, || {
         Ok(host.node().path("/run/firn-held").exists().then_some(()))
     })?;
+    Ok(client)
+}
+
+/// Lets a checkpoint continue that stands still.
+fn let_go(host: &GpuHost) -> Result<()> {
+    host.node().run(&["rm", "-f", "/run/firn-hold"]).map(drop)
+}
+
+/// Sends the one command of firn on the node a signal.
+pub fn signal_firn(host: &GpuHost, signal: &str) -> Result<()> {
+    let processes = host.node().processes();
+    // One that was killed may be a zombie.
+    let is_firn = |process: &&Process| process.command == "firn" && !process.args.is_empty();
+    let firn = processes.iter().find(is_firn);
+    let pid = firn.context("no firn")?.pid.to_string();
+    host.node().run(&["kill", signal, &pid]).map(drop)
+}
+
+/// Interrupts firn once a checkpoint stands still in this phase.
+fn interrupted(host: &GpuHost, to: &str, phase: &str) -> Result<String> {
+    let client = begun(host, to, phase)?;
     // It would resume the container under the first one.
     refused(host, &["checkpoint", "job", "/srv/second.tar"], "FIRN-BUSY")?;
     let state = Container::known(host, "job").status()?;
     ensure!(state == "PAUSED", "after a second command: {state}");
-    let processes = host.node().processes();
-    let firn = processes.iter().find(|process| process.command == "firn");
-    host.node()
-        .run(&["kill", "-INT", &firn.context("no firn")?.pid.to_string()])?;
+    signal_firn(host, "-INT")?;
     if !to.starts_with('/') {
         wait_for("the end of containerd's directory", LIMIT, || {
             let list = host.node().run(&["ls", "/tmp"])?.stdout;
@@ -296,11 +316,70 @@ fn interrupted(host: &GpuHost, to: &str, phase: &str) -> Result<String> {
             Ok((!host.node().path(to).exists()).then_some(()))
         })?;
     }
-    host.node().run(&["rm", "-f", "/run/firn-hold"])?;
+    let_go(host)?;
     let output = client.wait_with_output()?;
     ensure!(output.status.code() == Some(1), "{output:?}");
     Ok(String::from_utf8_lossy(&output.stderr).into_owned())
 }
+
+/// Kills firn once a checkpoint stands still in this phase.
+fn kill_firn(host: &GpuHost, to: &str, phase: &str) -> Result<()> {
+    let mut client = begun(host, to, phase)?;
+    signal_firn(host, "-KILL")?;
+    client.wait()?;
+    Ok(())
+}
+
+/// The shim resumes it, whatever the command was at. It stays paused only for its user.
+pub fn a_killed_checkpoint_leaves_the_container_running(platform: Platform) -> Result<()> {
+    on([host(platform, "to-kill", 1)?], |[host]| {
+        let job = counter(host)?;
+        for phase in ["inspect", "gpu-checkpoint", "criu-dump"] {
+            kill_firn(host, &format!("/srv/{phase}"), phase)?;
+            let_go(host)?;
+            job.becomes("RUNNING").context(phase)?;
+            job.goes_on(3)?;
+        }
+        // One that does nothing any more is no dead one.
+        let mut client = begun(host, "/srv/late", "criu-dump")?;
+        signal_firn(host, "-STOP")?;
+        let_go(host)?;
+        sleep(WATCHED);
+        ensure!(job.status()? == "PAUSED", "{}", job.status()?);
+        signal_firn(host, "-KILL")?;
+        // nsenter has stopped with its child, and would not see it end.
+        client.kill()?;
+        client.wait()?;
+        job.becomes("RUNNING")?;
+        job.goes_on(3)?;
+        // The next command may begin before the shim has looked.
+        kill_firn(host, "checkpoint/killed", "gpu-checkpoint")?;
+        let next = host
+            .node()
+            .spawn(&["firn", "checkpoint", "job", "/srv/next.tar"])?;
+        let_go(host)?;
+        let next = next.wait_with_output()?;
+        ensure!(next.status.success(), "{next:?}");
+        ensure!(job.status()? == "RUNNING", "{}", job.status()?);
+        job.goes_on(3)?;
+        // What a user has paused stays so, also if that was under a command.
+        job.task(&["pause"])?;
+        kill_firn(host, "/srv/users", "inspect")?;
+        let_go(host)?;
+        sleep(WATCHED);
+        ensure!(job.status()? == "PAUSED", "{}", job.status()?);
+        job.stands_still()?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        host.firn(&["restore", "/srv/next.tar"])?;
+        copy(host, "job", &host.uuids()[..1])?.remove()?;
+        host.idle()
+    })
+}
+
+/// A span in which the shim looks several times at a command.
+pub const WATCHED: Duration = Duration::from_secs(2);
 
 pub fn an_interrupted_checkpoint_leaves_nothing(platform: Platform) -> Result<()> {
     on([host(platform, "to-int", 1)?], |[host]| {

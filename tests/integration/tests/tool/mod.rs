@@ -272,6 +272,7 @@ pub(crate) fn suite() -> matrix::Suite {
         failures::what_is_in_the_way_is_refused_before_the_pause [FORKY, TRIXIE];
         failures::a_failure_leaves_nothing_and_the_container_runs [FORKY, TRIXIE];
         failures::an_interrupted_checkpoint_leaves_nothing [FORKY, TRIXIE];
+        failures::a_killed_checkpoint_leaves_the_container_running [FORKY, TRIXIE];
         failures::a_restore_that_fails_leaves_nothing [FORKY, TRIXIE];
         failures::layers_of_other_content_make_no_snapshot [FORKY, TRIXIE];
         moves::a_container_moves_to_another_node [FORKY, TRIXIE];
@@ -279,6 +280,7 @@ pub(crate) fn suite() -> matrix::Suite {
         moves::a_busy_gpu_is_seen_before_the_pause_and_another_one_chosen [FORKY, TRIXIE];
         moves::a_move_that_fails_there_leaves_the_source_running [FORKY, TRIXIE];
         moves::a_lost_answer_leaves_the_source_paused [FORKY];
+        moves::a_killed_move_never_leaves_two [FORKY];
         moves::a_node_that_stalls_holds_nothing [FORKY];
         moves::a_copy_that_dies_after_its_start_costs_nothing [FORKY];
         namespaces::a_container_of_another_namespace_is_as_any_other [FORKY, TRIXIE];

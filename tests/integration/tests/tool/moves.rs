@@ -3,15 +3,17 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::path::Path;
+use std::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use firn_lab::{Container, GpuHost, IMAGE, failure, on};
 use firn_node::{Image, Node, Platform, wait_for};
 use serde_json::Value;
 
+use super::failures::{WATCHED, signal_firn};
 use super::{LIMIT, copy, counter, host, nothing_left};
 
 /// Hands its command to the thread, and its standard input and output to the command. What is in /srv/wire
@@ -295,8 +297,8 @@ pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> 
     })
 }
 
-/// Interrupts a move once nothing comes from the other node any more. It ends at once, with this code.
-fn interrupt(a: &GpuHost, at: &str, code: &str) -> Result<()> {
+/// Begins a move, and waits until nothing comes from the other node any more.
+fn stalled(a: &GpuHost, at: &str) -> Result<Child> {
     let node = a.node();
     node.run(&["rm", "-f", "/srv/stalled", "/srv/looked"])?;
     wire(a, at)?;
@@ -304,10 +306,55 @@ fn interrupt(a: &GpuHost, at: &str, code: &str) -> Result<()> {
     wait_for("the stall", LIMIT, || {
         Ok(node.path("/srv/stalled").exists().then_some(()))
     })?;
-    let processes = node.processes();
-    let firn = processes.iter().find(|process| process.command == "firn");
+    Ok(moving)
+}
+
+/// Kills a move once nothing comes from the other node any more, with its ssh.
+fn kill(a: &GpuHost, at: &str) -> Result<()> {
+    let mut moving = stalled(a, at)?;
+    signal_firn(a, "-KILL")?;
+    moving.wait()?;
+    // Its ssh would end with its input.
+    wait_for("the end of its ssh", LIMIT, || {
+        let processes = a.node().processes();
+        let ssh = processes.iter().find(|process| process.args == ["sleep", "600"]);
+        if let Some(ssh) = ssh {
+            let _gone = a.node().run(&["kill", "-KILL", &ssh.pid.to_string()]);
+        }
+        Ok(ssh.is_none().then_some(()))
+    })
+}
+
+/// The source continues if no copy can run. Once one may, only its user resumes it.
+pub fn a_killed_move_never_leaves_two(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-kill")?, |[a, b]| {
+        let job = counter(a)?;
+        join(a, b, || {
+            kill(a, "stall-stream")?;
+            job.becomes("RUNNING")?;
+            job.goes_on(3)?;
+            wait_for("the end of the restore there", LIMIT, || {
+                Ok(knows_nothing(b).is_ok().then_some(()))
+            })?;
+            kill(a, "stall-answer")?;
+            sleep(WATCHED);
+            ensure!(job.status()? == "PAUSED", "{}", job.status()?);
+            copy(b, "job", &b.uuids()[..1])?.remove()?;
+            job.stands_still()
+        })?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        job.remove()?;
+        a.idle()?;
+        b.idle()
+    })
+}
+
+/// Interrupts a move once nothing comes from the other node any more. It ends at once, with this code.
+fn interrupt(a: &GpuHost, at: &str, code: &str) -> Result<()> {
+    let moving = stalled(a, at)?;
     let begun = Instant::now();
-    node.run(&["kill", "-INT", &firn.context("no firn")?.pid.to_string()])?;
+    signal_firn(a, "-INT")?;
     let output = moving.wait_with_output()?;
     ensure!(begun.elapsed() < LIMIT, "{at}: {:?}", begun.elapsed());
     let shown = String::from_utf8_lossy(&output.stderr);
