@@ -1,6 +1,7 @@
 //! `firn checkpoint`: a container, or all containers of a pod, as an image, a tar file or an image directory.
 
 mod aside;
+mod candidate;
 mod error;
 mod explain;
 mod interrupt;
@@ -18,10 +19,11 @@ use firn_transaction::end_proof::EndProof;
 use firn_transaction::transfer::StaysHere;
 use serde::Serialize;
 
+pub use candidate::Candidate;
 pub use error::CheckpointError;
 pub use interrupt::Interrupts;
 pub use pod_call::PodCall;
-pub use source::{Candidate, Source};
+pub use source::Source;
 
 use crate::args::checkpoint::CheckpointArgs;
 use crate::containerd::{Containerd, block_on};

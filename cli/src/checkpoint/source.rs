@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use firn_config::names;
@@ -17,11 +17,10 @@ use firn_transaction::end_proof::EndProof;
 use firn_transaction::transfer::StaysHere;
 use tokio::time::sleep;
 
-use super::aside::aside;
+use super::candidate::Candidate;
 use super::error::CheckpointError;
-use crate::containerd::{Any, BUNDLES, CallError, Container, ContainerSpec, Containerd, Snapshot, TaskState};
-use crate::oci_image::{self, BaseImage, Blob, ImageError, Index, Part, media};
-use crate::serving::other_shim;
+use crate::containerd::{Any, CallError, Container, Containerd, Snapshot, TaskState};
+use crate::oci_image::{self, Blob, Index, Part, media};
 use crate::steps::Steps;
 
 /// How long a container is tried to be resumed, or ended.
@@ -64,13 +63,13 @@ pub struct Source {
     pub namespace: String,
     /// What counts instead of the container's annotations.
     pub overrides: HashMap<String, String>,
-    lease: String,
+    pub(super) lease: String,
     /// Of its init.
-    pid: u32,
-    was_paused: bool,
+    pub(super) pid: u32,
+    pub(super) was_paused: bool,
     /// The shim resumes it if this command is killed.
-    paused_for: Option<ProcessTag>,
-    _alone: Alone,
+    pub(super) paused_for: Option<ProcessTag>,
+    pub(super) _alone: Alone,
 }
 
 impl Source {
@@ -352,123 +351,6 @@ impl Source {
     /// Removes what only the lease keeps.
     pub async fn release(&self) -> Result<(), CallError> {
         self.containerd.end_lease(&self.lease).await
-    }
-}
-
-/// A container that can be checkpointed, by what containerd knows of it.
-pub struct Candidate {
-    pub container: Container,
-    pub namespace: String,
-    pid: u32,
-    was_paused: bool,
-    alone: Alone,
-}
-
-impl Candidate {
-    /// A checkpoint image names the image and the snapshotter of its container.
-    pub fn expect_base(&self) -> Result<(), CheckpointError> {
-        if self.container.image.is_empty() || self.container.snapshot_key.is_empty() {
-            Err(CheckpointError::NoBase {
-                id: self.container.id.clone(),
-            })
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Chain id of the layers that it began with; none if they are no image's, or its snapshotter does not
-    /// show them.
-    pub async fn chain(&self, containerd: &Containerd) -> Option<String> {
-        if self.container.snapshot_key.is_empty() {
-            return None;
-        }
-        let below = containerd.parent_of(Snapshot::of(&self.container)).await;
-        below.ok().flatten().filter(|below| oci_image::is_chain(below))
-    }
-
-    /// This node can send the image that the container began with: its tag may have been moved.
-    pub async fn expect_base_image(
-        &self,
-        containerd: &Containerd,
-        chain: Option<&str>,
-    ) -> Result<(), ImageError> {
-        let name = &self.container.image;
-        let target = containerd.image(name).await?.and_then(|image| image.target);
-        let target = target.ok_or_else(|| ImageError::NoImage { name: name.clone() })?;
-        let base = BaseImage::read(containerd, name, Part::here(target)).await?;
-        for part in &base.parts {
-            match containerd.size(&part.digest).await {
-                Ok(_) => {}
-                Err(error) if error.is_absent() => {
-                    return Err(ImageError::NotWhole {
-                        name: name.clone(),
-                        digest: part.digest.clone(),
-                    });
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        match chain {
-            Some(chain) if chain != base.chain => Err(ImageError::BaseMoved {
-                name: name.clone(),
-                chain: chain.to_owned(),
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    /// The bundle of its task; containerd's socket is in its state directory.
-    pub fn bundle(&self, socket: &Path) -> PathBuf {
-        let state = socket.parent().unwrap_or(Path::new(""));
-        state.join(BUNDLES).join(&self.namespace).join(&self.container.id)
-    }
-
-    /// Whether it is paused by somebody else, and stays so.
-    pub fn was_paused(&self) -> bool {
-        self.was_paused
-    }
-
-    /// Pid of its first process.
-    pub fn init(&self) -> i32 {
-        i32::try_from(self.pid).unwrap_or_default()
-    }
-
-    /// The shim of somebody else takes no GPU memory into a checkpoint: CRIU fails, and the container has
-    /// stood still for nothing.
-    pub async fn expect_firn(&self) -> Result<(), CheckpointError> {
-        if !self.container.spec().requests_gpu() {
-            return Ok(());
-        }
-        let pid = self.init();
-        match aside("the look at its shim", move || other_shim(pid)).await? {
-            None => Ok(()),
-            Some(shim) => Err(CheckpointError::OtherShim {
-                id: self.container.id.clone(),
-                shim,
-            }),
-        }
-    }
-
-    /// Begins a lease for what will be written, and a checkpoint for which `overrides` count.
-    pub async fn begin(
-        self,
-        containerd: &Containerd,
-        overrides: HashMap<String, String>,
-    ) -> Result<Source, CheckpointError> {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let nanos = now.unwrap_or_default().as_nanos();
-        let lease = format!("firn-{}-{nanos}", std::process::id());
-        Ok(Source {
-            containerd: containerd.with_lease(&lease).await?,
-            container: self.container,
-            namespace: self.namespace,
-            overrides,
-            lease,
-            pid: self.pid,
-            was_paused: self.was_paused,
-            paused_for: None,
-            _alone: self.alone,
-        })
     }
 }
 
