@@ -97,6 +97,9 @@ pub struct CheckpointOptions {
     /// containerd does not know the field and hands it on.
     #[prost(string, tag = "15002")]
     pub bulk: String,
+    /// The client copies the container's files after the checkpoint, while the container stands still.
+    #[prost(bool, tag = "15004")]
+    pub files_follow: bool,
     /// Values that count for this checkpoint instead of the container's annotations.
     #[prost(map = "string, string", tag = "15003")]
     pub overrides: HashMap<String, String>,

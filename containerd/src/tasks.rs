@@ -45,6 +45,7 @@ pub struct Process {
 
 /// `containerd.v1.types.Status`
 pub mod status {
+    pub const UNKNOWN: i32 = 0;
     pub const RUNNING: i32 = 2;
     pub const STOPPED: i32 = 3;
     pub const PAUSED: i32 = 4;

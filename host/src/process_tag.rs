@@ -3,6 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
+
 use crate::procfs;
 
 /// A process: its pid, and when it was started.
@@ -30,9 +34,15 @@ impl ProcessTag {
         Self::of(i32::try_from(std::process::id()).ok()?)
     }
 
-    /// Whether it runs. One that has ended does not, also before somebody has waited for it.
+    /// Whether it runs. One that has ended does not, also before somebody has waited for it. One that cannot
+    /// be looked at, for want of memory or descriptors, does.
     pub fn is_alive(&self) -> bool {
-        procfs::is_alive(self.pid) && procfs::started(self.pid) == Some(self.started)
+        if kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH) {
+            return false;
+        }
+        let has_ended = procfs::state(self.pid).is_some_and(|state| matches!(state, 'Z' | 'X'));
+        let is_other = procfs::started(self.pid).is_some_and(|started| started != self.started);
+        !has_ended && !is_other
     }
 }
 

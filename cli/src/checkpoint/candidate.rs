@@ -80,11 +80,6 @@ impl Candidate {
         state.join(BUNDLES).join(&self.namespace).join(&self.container.id)
     }
 
-    /// Whether it is paused by somebody else, and stays so.
-    pub fn was_paused(&self) -> bool {
-        self.was_paused
-    }
-
     /// Pid of its first process.
     pub fn init(&self) -> i32 {
         i32::try_from(self.pid).unwrap_or_default()

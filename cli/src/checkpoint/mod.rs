@@ -192,6 +192,13 @@ async fn filled(
         aside("memory", move || stored::compare(&manifest)).await??;
         steps.end();
     }
+    // Order matters: next to a complete checkpoint it does not run again by itself.
+    source.stay_paused().await.map_err(|error| match error {
+        lost if lost.is_lost() => lost.into(),
+        _ => CheckpointError::Resumed {
+            id: source.container.id.clone(),
+        },
+    })?;
     let proof = target.durable(steps).await?;
     // Order matters: from here on the checkpoint stays.
     let memory = pinned(manifest).await;
@@ -249,7 +256,7 @@ async fn checkpoint(
 ) -> Result<NewCheckpoint, CheckpointError> {
     let containerd = Containerd::connect(&args.containerd.address, args.namespace()).await?;
     let found = find(args, place, &containerd).await?;
-    let (id, was_paused) = (found.container.id.clone(), found.was_paused());
+    let id = found.container.id.clone();
     let mut interrupts = Interrupts::new()?;
     let (mut source, mut target) = begin(found, &containerd, place, args.overrides.annotations()).await?;
     let paused = source.pause(steps).await;
@@ -298,7 +305,7 @@ async fn checkpoint(
             id,
             bytes,
             memory,
-            was_paused,
+            was_paused: source.was_paused(),
         }),
         (Ok(_), Err(error)) => Err(error),
         (Err(error), Err(other)) => {

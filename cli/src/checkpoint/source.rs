@@ -38,6 +38,7 @@ fn checkpoint_options(bulk: &str, overrides: &HashMap<String, String>) -> Any {
         // That containerd's own shim understands.
         open_tcp: keep,
         file_locks: true,
+        files_follow: true,
         bulk: bulk.to_owned(),
         overrides: overrides.clone(),
         ..CheckpointOptions::default()
@@ -115,6 +116,11 @@ impl Source {
         &self.container.id
     }
 
+    /// Whether its user has paused it. It stays so.
+    pub fn was_paused(&self) -> bool {
+        self.was_paused
+    }
+
     pub fn containerd(&self) -> &Containerd {
         &self.containerd
     }
@@ -125,11 +131,15 @@ impl Source {
             steps.begin("pause");
         }
         self.paused_for = self.paused_by_shim().await?;
-        if self.paused_for.is_some() {
-            // Also if a command that was killed had paused it.
-            self.was_paused = false;
-        } else if !self.was_paused {
-            self.containerd.pause(self.id()).await?;
+        match self.paused_for {
+            None if self.was_paused => {}
+            None => self.containerd.pause(self.id()).await?,
+            // A command that was killed had paused it.
+            Some(_) if self.was_paused => {
+                steps.begin("pause");
+                self.was_paused = false;
+            }
+            Some(_) => {}
         }
         Ok(())
     }
@@ -142,8 +152,9 @@ impl Source {
         };
         match self.annotate(names::ANNOTATION_PAUSE_FOR, own).await {
             Ok(()) => {
+                // One that it has no name for would do nothing. What is not known is left to the next call.
                 let state = self.containerd.task_state(self.id()).await?;
-                Ok((state == Some(TaskState::Paused)).then_some(own))
+                Ok((state != Some(TaskState::Running)).then_some(own))
             }
             Err(error) if error.is_lost() => Err(error),
             Err(_) => Ok(None),
@@ -420,6 +431,40 @@ mod tests {
         for call in ["Tasks/Kill", "Tasks/Wait", "Tasks/Delete"] {
             assert_eq!(fake.count(call), 2, "{call}");
         }
+    }
+
+    /// How containerd's calls end: an update by the shim, and the state of the task after it.
+    fn paused_after(updated: fn() -> Reply, now: i32) -> (usize, Option<ProcessTag>, bool) {
+        let fake = Fake::new(move |call, _| match call {
+            "Tasks/Update" => updated(),
+            "Tasks/Get" => task(PID, now),
+            _ => reply(Ok(())),
+        });
+        let dir = tempfile::tempdir().unwrap();
+        let (paused_for, keeps) = block_on(async {
+            let mut source = source(&fake, dir.path()).await;
+            source.pause(&mut Steps::new(true)).await.unwrap();
+            (source.paused_for, source.stay_paused().await.is_ok())
+        })
+        .unwrap();
+        (fake.count("Tasks/Pause"), paused_for, keeps)
+    }
+
+    #[test]
+    fn a_shim_that_does_not_pause_for_a_command_gets_a_plain_pause() {
+        let own = ProcessTag::own();
+        let unknown = || reply::<()>(Err(Status::unimplemented("no such update")));
+        let users = || reply::<()>(Err(Status::unknown("cannot pause a paused container")));
+        let done = || reply(Ok(()));
+        assert_eq!(paused_after(unknown, status::RUNNING), (1, None, true));
+        assert_eq!(
+            paused_after(users, status::PAUSED),
+            (1, None, true),
+            "paused by the user since"
+        );
+        assert_eq!(paused_after(done, status::RUNNING), (1, None, true));
+        assert_eq!(paused_after(done, status::PAUSED), (0, own, true));
+        assert_eq!(paused_after(done, status::UNKNOWN), (0, own, true));
     }
 
     /// What it has done since is in no checkpoint.

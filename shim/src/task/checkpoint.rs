@@ -44,8 +44,8 @@ pub(super) async fn checkpoint(
         meeting: None,
         layer: None,
         // Only `Checkpoint` of a container in containerd's Go library asks for them, as `ctr containers
-        // checkpoint` does: it copies the files between its pause and the checkpoint.
-        files_copied: options.file_locks,
+        // checkpoint` does, and firn itself. The first copies the files between its pause and the checkpoint.
+        files_copied: options.file_locks && !options.files_follow,
         inline,
         overrides,
     };

@@ -11,7 +11,7 @@ use std::time::Duration;
 use containerd_shim_protos::api::Empty;
 use firn_config::names;
 use firn_host::{Chain, ProcessTag};
-use firn_transaction::container::{Container, InitState};
+use firn_transaction::container::{Action, Container, InitState};
 use tokio::time::sleep;
 
 use super::pause;
@@ -46,6 +46,15 @@ fn refused(name: &'static str, value: &str) -> TaskError {
     TaskError::Annotation { name, value }
 }
 
+/// Refuses at once what would wait for another operation in vain: a container that its user has paused.
+pub(super) fn expect(container: &Container, wanted: &Wanted) -> Result<(), TaskError> {
+    let is_users = pause::is_paused(container) && container.paused_for().is_none();
+    if is_users && matches!(wanted, Wanted::Pause(_)) {
+        container.admit(Action::Pause)?;
+    }
+    Ok(())
+}
+
 /// The caller holds the operation lock. A process that this shim cannot see, in another PID namespace or dead
 /// already, gets no pause.
 pub(super) async fn serve(
@@ -67,7 +76,8 @@ pub(super) async fn serve(
             tokio::spawn(watch(service.clone(), container.clone(), command));
             Ok(Empty::default())
         }
-        Wanted::Keep(command) if container.paused_for() == Some(command) => {
+        // Of a command that is dead already nothing comes any more.
+        Wanted::Keep(command) if container.paused_for() == Some(command) && command.is_alive() => {
             container.pause_for(None);
             Ok(Empty::default())
         }
@@ -95,7 +105,7 @@ async fn watch(service: Arc<Service>, container: Arc<Container>, command: Proces
         let id = &container.id;
         match Box::pin(pause::go_on(&service, &container, operation)).await {
             Ok(_) => return log::warn!("{id} is resumed: the command of firn that had paused it was killed"),
-            Err(error) if !is_logged => {
+            Err(error) if !is_logged && is_its() => {
                 is_logged = true;
                 log::warn!(
                     "cannot resume {id}, which a killed command of firn had paused: {}",
@@ -111,6 +121,7 @@ async fn watch(service: Arc<Service>, container: Arc<Container>, command: Proces
 mod tests {
     use std::process::Child;
     use std::time::Instant;
+    use tokio::time::timeout;
 
     use containerd_shim_protos::api::{PauseRequest, ResumeRequest, UpdateTaskRequest};
 
@@ -192,6 +203,12 @@ mod tests {
             (container.state(), container.paused_for()),
             (InitState::Paused, None)
         );
+        // Refused at once, whoever works on it.
+        let operation = container.operation.write().await;
+        stub.freezes();
+        let refused = timeout(LIMIT, send(&stub, pause_for, &name)).await;
+        refused.unwrap().unwrap_err();
+        drop(operation);
         // Once a user has resumed it, the next pause is no command's.
         let id = ID.to_owned();
         let resume = ResumeRequest {

@@ -86,6 +86,13 @@ impl Stub {
         std::fs::write(self.dir.path().join(verb), script).unwrap();
     }
 
+    /// The cgroup is frozen from now on, whatever the runtime does.
+    pub(super) fn freezes(&self) {
+        let dir = self.cgroup.0.path().join("box");
+        std::fs::write(dir.join("cgroup.freeze"), "1").unwrap();
+        std::fs::write(dir.join("cgroup.events"), "populated 1\nfrozen 1\n").unwrap();
+    }
+
     /// How the runtime was called.
     pub(super) fn calls(&self) -> Vec<String> {
         let calls = std::fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default();

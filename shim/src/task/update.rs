@@ -27,6 +27,7 @@ pub(super) async fn update(service: &Arc<Service>, request: UpdateTaskRequest) -
     let container = service.container(&request.id)?;
     container.admit(Action::Update)?;
     if let Some(wanted) = commands::wanted(&request.annotations)? {
+        commands::expect(&container, &wanted)?;
         let _operation = container.operation.write().await;
         container.admit(Action::Update)?;
         return commands::serve(service, &container, wanted).await;

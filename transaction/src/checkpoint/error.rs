@@ -74,7 +74,7 @@ pub enum EffectError {
     #[error(
         "process {} ({}) has written to its open file {} while the driver locked its GPU: the client had \
          copied the container's files before",
-        .0.pid, .0.comm, .0.path.display()
+        .0.pid, .0.comm, .0.path
     )]
     #[problem(
         "FIRN-FILES",

@@ -191,8 +191,8 @@ impl Container {
         }
     }
 
-    /// The command of firn for which it is paused, and which is to resume it. None: its user has paused it, or
-    /// it is not paused.
+    /// The command of firn for which it is paused, and which is to resume it. None: its user has paused it,
+    /// or it is not paused.
     pub fn paused_for(&self) -> Option<ProcessTag> {
         lock(&self.status).paused_for
     }

@@ -1,5 +1,6 @@
 //! Files that processes have open and that were written after a moment.
 
+use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -30,33 +31,47 @@ pub async fn tick() -> Duration {
 pub struct Written {
     pub pid: i32,
     pub comm: String,
-    pub path: PathBuf,
+    /// As it is shown.
+    pub path: String,
 }
 
 /// The first regular file on the root file system of `init` that one of `pids` has open and that has changed
 /// after `since`, in the time of the file system's clock since 1970. Two kinds of files do not count: CRIU's
 /// image has those without a name, and CRIU opens those that are only appended to whatever their length.
 pub(super) fn written(init: i32, pids: &[i32], since: Duration) -> Option<Written> {
-    let root = device(init, |mount| mount.mount_point == Path::new("/"))?;
+    let mounts = mountinfo::of_process(init).ok()?;
+    let root = mounts
+        .iter()
+        .rev()
+        .find(|mount| mount.mount_point == Path::new("/"))?;
     pids.iter().find_map(|&pid| {
+        let inside = inside(pid, root)?;
         let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
         let fds = fds.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-        fds.filter_map(|fd| of_descriptor(pid, fd, &root, since)).next()
+        fds.filter_map(|fd| of_descriptor(pid, fd, &inside, since)).next()
     })
 }
 
+/// The mounts of a process that show a part of the root. A volume may be on the same file system.
+fn inside(pid: i32, root: &MountEntry) -> Option<HashSet<u32>> {
+    let mounts = mountinfo::of_process(pid).ok()?;
+    let inside = mounts
+        .iter()
+        .filter(|mount| mount.device == root.device && mount.root.starts_with(&root.root));
+    Some(inside.map(|mount| mount.id).collect())
+}
+
 /// Order matters: a file server may not answer, so a file is looked at only where its mount is the root's.
-fn of_descriptor(pid: i32, fd: i32, root: &str, since: Duration) -> Option<Written> {
-    let id = procfs::mount_of(pid, fd)?;
+fn of_descriptor(pid: i32, fd: i32, inside: &HashSet<u32>, since: Duration) -> Option<Written> {
     let link = PathBuf::from(format!("/proc/{pid}/fd/{fd}"));
-    let is_in_root = device(pid, |mount| mount.id == id)? == root;
+    let is_in_root = inside.contains(&procfs::mount_of(pid, fd)?);
     let appends = OFlag::O_APPEND | OFlag::O_WRONLY;
     let is_log = OFlag::from_bits_truncate(procfs::flags_of(pid, fd)?).contains(appends);
     let is_written = is_in_root && !is_log && changed(&fs::metadata(&link).ok()?, since);
     is_written.then(|| Written {
         pid,
         comm: procfs::comm(pid),
-        path: fs::read_link(&link).unwrap_or(link),
+        path: fs::read_link(&link).unwrap_or(link).display().to_string(),
     })
 }
 
@@ -64,14 +79,6 @@ fn changed(file: &Metadata, since: Duration) -> bool {
     let seconds = u64::try_from(file.ctime()).unwrap_or_default();
     let nanoseconds = u32::try_from(file.ctime_nsec()).unwrap_or_default();
     file.is_file() && file.nlink() > 0 && Duration::new(seconds, nanoseconds) > since
-}
-
-/// `major:minor` of the file system that is mounted last of those that a process sees: that of the root
-/// covers those before.
-fn device(pid: i32, is_meant: impl Fn(&MountEntry) -> bool) -> Option<String> {
-    let mounts = mountinfo::of_process(pid).ok()?;
-    let mount = mounts.into_iter().rev().find(is_meant)?;
-    Some(mount.device)
 }
 
 #[cfg(test)]
@@ -92,24 +99,32 @@ mod tests {
         let mut log = File::options().append(true).create(true).open(log).unwrap();
         fs::remove_file(dir.path().join("nameless")).unwrap();
         let mount = procfs::mount_of(me, grows.as_raw_fd()).unwrap();
-        let root = device(me, |entry| entry.id == mount).unwrap();
+        let entry = mountinfo::of_process(me)
+            .unwrap()
+            .into_iter()
+            .find(|entry| entry.id == mount);
+        let mut root = entry.unwrap();
+        let all = inside(me, &root).unwrap();
         let since = tick().await;
         let seen = || {
             let fds = fs::read_dir("/proc/self/fd").unwrap();
             let fds = fds.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
-            let written = fds.filter_map(|fd| of_descriptor(me, fd, &root, since));
-            let here = written.filter(|written| written.path.starts_with(dir.path()));
+            let written = fds.filter_map(|fd| of_descriptor(me, fd, &all, since));
+            let here = written.filter(|written| Path::new(&written.path).starts_with(dir.path()));
             here.map(|written| written.path).collect::<Vec<_>>()
         };
         nameless.write_all(b"more").unwrap();
         log.write_all(b"more").unwrap();
-        assert_eq!(seen(), Vec::<PathBuf>::new());
+        assert_eq!(seen(), Vec::<String>::new());
         grows.write_all(b"more").unwrap();
-        assert_eq!(seen(), [dir.path().join("grows")]);
+        assert_eq!(seen(), [dir.path().join("grows").display().to_string()]);
         assert!(
             !changed(&grows.metadata().unwrap(), tick().await),
             "written since"
         );
         assert_eq!(written(me, &[i32::MAX], since), None);
+        // A volume on the file system that the root is on.
+        root.root = "/the/root".into();
+        assert!(!inside(me, &root).unwrap().contains(&mount));
     }
 }

@@ -58,8 +58,8 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
 /// A process that writes to a file all the time, and one that appends to another.
 const WRITES: &str = "while :; do echo x; done >/grows & while :; do echo x; sleep 0.001; done >>/log &";
 
-/// `ctr containers checkpoint` copies the files before the driver can lock anything, and processes run for the
-/// lock: the copy of a file that grows then could not be opened.
+/// `ctr containers checkpoint` copies the files before the driver can lock anything, and processes run for
+/// the lock: the copy of a file that grows then could not be opened.
 pub fn a_file_that_outgrows_the_clients_copy_is_named(platform: Platform) -> Result<()> {
     on([host(platform, "rb-grows", 1)?], |[host]| {
         let script = format!("{WRITES} {COUNTER}");

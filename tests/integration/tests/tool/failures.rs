@@ -366,6 +366,10 @@ pub fn a_killed_checkpoint_leaves_the_container_running(platform: Platform) -> R
         job.task(&["pause"])?;
         kill_firn(host, "/srv/users", "inspect")?;
         let_go(host)?;
+        wait_for("the end of the checkpoint", LIMIT, || {
+            let journal = host.node().path(format!("{BUNDLES}/job/firn-journal"));
+            Ok((!journal.exists()).then_some(()))
+        })?;
         sleep(WATCHED);
         ensure!(job.status()? == "PAUSED", "{}", job.status()?);
         job.stands_still()?;

@@ -115,7 +115,7 @@ impl ContainerEffects<'_> {
 
     /// Whether the client has copied the container's files, as it is before they are written again.
     pub(super) fn finds_files_copied(&self) -> bool {
-        self.request.files_copied && self.progress.parked.is_none() && !self.may_run()
+        self.request.files_copied && self.progress.parked.is_none() && self.transaction.was_frozen
     }
 
     /// Whether its processes may run for a while before they are locked: not if somebody else than a command
