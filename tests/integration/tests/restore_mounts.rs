@@ -243,8 +243,16 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
                 "checkpoint/job",
             ])?;
             source.remove()?;
-            a.node()
-                .run(&["ctr", "containers", "restore", "--live", "job", "checkpoint/job"])?;
+            // With its files: it may have had one of them open.
+            a.node().run(&[
+                "ctr",
+                "containers",
+                "restore",
+                "--rw",
+                "--live",
+                "job",
+                "checkpoint/job",
+            ])?;
             let copy = Container::known(a, "job");
             assert_eq!(write(&copy)?, before, "gpu: {gpu}");
             copy.remove()?;
