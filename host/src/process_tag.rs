@@ -58,7 +58,7 @@ impl FromStr for ProcessTag {
     fn from_str(text: &str) -> Result<Self, NoTag> {
         let (pid, started) = text.split_once(' ').ok_or(NoTag)?;
         match (pid.parse(), started.parse()) {
-            (Ok(pid), Ok(started)) => Ok(Self { pid, started }),
+            (Ok(pid), Ok(started)) if pid > 0 => Ok(Self { pid, started }),
             _ => Err(NoTag),
         }
     }
@@ -89,7 +89,7 @@ mod tests {
         }
         child.wait().unwrap();
         assert!(!tag.is_alive() && ProcessTag::of(i32::MAX).is_none());
-        for text in ["", "7", "7 x", "x 7", "7  7", "7 7 7"] {
+        for text in ["0 7", "-1 7", "", "7", "7 x", "x 7", "7  7", "7 7 7"] {
             assert!(text.parse::<ProcessTag>().is_err(), "{text}");
         }
     }

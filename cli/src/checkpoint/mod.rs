@@ -192,13 +192,9 @@ async fn filled(
         aside("memory", move || stored::compare(&manifest)).await??;
         steps.end();
     }
-    // Order matters: next to a complete checkpoint it does not run again by itself.
-    source.stay_paused().await.map_err(|error| match error {
-        lost if lost.is_lost() => lost.into(),
-        _ => CheckpointError::Resumed {
-            id: source.container.id.clone(),
-        },
-    })?;
+    // Order matters: next to a complete checkpoint it does not run again by itself. Where this fails, the end
+    // looks at the container, and keeps the checkpoint.
+    let _kept = source.stay_paused().await;
     let proof = target.durable(steps).await?;
     // Order matters: from here on the checkpoint stays.
     let memory = pinned(manifest).await;

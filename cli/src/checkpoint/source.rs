@@ -166,11 +166,16 @@ impl Source {
         self.containerd.annotate(self.id(), annotations).await
     }
 
-    /// From now on it stays paused if this command is killed: a copy may run.
+    /// From now on it stays paused if this command is killed: a copy may run. One that has ended runs no
+    /// more.
     pub async fn stay_paused(&self) -> Result<(), CallError> {
-        match self.paused_for {
-            Some(own) => self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await,
-            None => Ok(()),
+        let Some(own) = self.paused_for else {
+            return Ok(());
+        };
+        let kept = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await;
+        match (kept, self.containerd.task_state(self.id()).await) {
+            (Err(_), Ok(None | Some(TaskState::Stopped))) => Ok(()),
+            (kept, _) => kept,
         }
     }
 
