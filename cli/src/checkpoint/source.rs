@@ -131,15 +131,13 @@ impl Source {
             steps.begin("pause");
         }
         self.paused_for = self.paused_by_shim().await?;
-        match self.paused_for {
-            None if self.was_paused => {}
-            None => self.containerd.pause(self.id()).await?,
+        if self.paused_for.is_none() && !self.was_paused {
+            self.containerd.pause(self.id()).await?;
+        }
+        if self.paused_for.is_some() && self.was_paused {
             // A command that was killed had paused it.
-            Some(_) if self.was_paused => {
-                steps.begin("pause");
-                self.was_paused = false;
-            }
-            Some(_) => {}
+            steps.begin("pause");
+            self.was_paused = false;
         }
         Ok(())
     }
@@ -172,10 +170,12 @@ impl Source {
         let Some(own) = self.paused_for else {
             return Ok(());
         };
-        let kept = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await;
-        match (kept, self.containerd.task_state(self.id()).await) {
-            (Err(_), Ok(None | Some(TaskState::Stopped))) => Ok(()),
-            (kept, _) => kept,
+        let Err(failed) = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await else {
+            return Ok(());
+        };
+        match self.containerd.task_state(self.id()).await {
+            Ok(None | Some(TaskState::Stopped)) => Ok(()),
+            _ => Err(failed),
         }
     }
 

@@ -233,27 +233,10 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
                 !before.contains("written") && before.contains("/app.conf ro"),
                 "{before}"
             );
-            a.node().run(&[
-                "ctr",
-                "containers",
-                "checkpoint",
-                "--task",
-                "--rw",
-                "job",
-                "checkpoint/job",
-            ])?;
+            source.checkpoint("checkpoint/job")?;
             source.remove()?;
             // With its files: it may have had one of them open.
-            a.node().run(&[
-                "ctr",
-                "containers",
-                "restore",
-                "--rw",
-                "--live",
-                "job",
-                "checkpoint/job",
-            ])?;
-            let copy = Container::known(a, "job");
+            let (copy, _) = Container::restore(a, "job", "checkpoint/job", usize::from(gpu))?;
             assert_eq!(write(&copy)?, before, "gpu: {gpu}");
             copy.remove()?;
             a.remove_image("checkpoint/job")?;

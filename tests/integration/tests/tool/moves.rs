@@ -279,16 +279,20 @@ pub fn a_move_that_fails_there_leaves_the_source_running(platform: Platform) -> 
     })
 }
 
+/// Never both: it runs there, and stands still here. The copy is removed.
+fn runs_only_there(job: &Container<'_>, b: &GpuHost) -> Result<()> {
+    ensure!(job.status()? == "PAUSED", "{}", job.status()?);
+    copy(b, "job", &b.uuids()[..1])?.remove()?;
+    job.stands_still()
+}
+
 pub fn a_lost_answer_leaves_the_source_paused(platform: Platform) -> Result<()> {
     on(pair(platform, "tm-lost")?, |[a, b]| {
         let job = counter(a)?;
         join(a, b, || {
             wire(a, "lose")?;
             not_moved(a, &[], "FIRN-MOVE-UNKNOWN")?;
-            // Never both: it runs there, and stands still here.
-            ensure!(job.status()? == "PAUSED", "{}", job.status()?);
-            copy(b, "job", &b.uuids()[..1])?.remove()?;
-            job.stands_still()
+            runs_only_there(&job, b)
         })?;
         job.task(&["resume"])?;
         job.goes_on(3)?;
@@ -338,9 +342,7 @@ pub fn a_killed_move_never_leaves_two(platform: Platform) -> Result<()> {
             })?;
             kill(a, "stall-answer")?;
             sleep(WATCHED);
-            ensure!(job.status()? == "PAUSED", "{}", job.status()?);
-            copy(b, "job", &b.uuids()[..1])?.remove()?;
-            job.stands_still()
+            runs_only_there(&job, b)
         })?;
         job.task(&["resume"])?;
         job.goes_on(3)?;
