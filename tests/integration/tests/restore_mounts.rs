@@ -2,9 +2,13 @@
 //!
 //! Needs root.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
-use firn_lab::{Container, DRIVER, FIRN, GpuHost, SimGpu, cases, failure, matrix, nothing_left, on};
-use firn_node::{Platform, Suite};
+use firn_lab::{Container, DRIVER, FIRN, GpuHost, Lines, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_node::{Platform, Suite, wait_for};
+
+const WAIT: Duration = Duration::from_secs(60);
 
 const SOCKET: &str = "/run/nvidia-persistenced/socket";
 const TOOL: &str = "/usr/bin/nvidia-debugdump";
@@ -138,9 +142,8 @@ fn programs_started_after_a_restore_find_the_driver(platform: Platform) -> Resul
                 host.node().run(&generate)?;
             }
             let options = ["--runtime", FIRN, "--device", "nvidia.com/gpu=0"];
-            let count = ["/bin/gpu-counter", "--out", "/counter.log", "--interval-ms", "50"];
-            let source = Container::run(a, "job", &options, &count)?.counting(1);
-            source.goes_on(3)?;
+            let source = Container::run(a, "job", &options, &COUNT_IN_MEMORY)?;
+            counts_in_memory(&source)?;
             let made = source.exec(&TRACES)?;
             ensure!(
                 made.contains(DRIVER) && made.contains("ld.so.cache"),
@@ -152,6 +155,23 @@ fn programs_started_after_a_restore_find_the_driver(platform: Platform) -> Resul
             b.idle()
         },
     )
+}
+
+/// A job that never has a file open that a copy without written files lacks. Its log is in /dev/shm, which
+/// is part of its memory; the link is a written file, so a copy has a log of its own.
+const COUNT_IN_MEMORY: [&str; 3] = [
+    "sh",
+    "-c",
+    "ln -s /dev/shm/counter.log /counter.log; exec gpu-counter --out /counter.log --interval-ms 50",
+];
+
+/// Waits for three iterations of a job that counts in memory.
+fn counts_in_memory(source: &Container<'_>) -> Result<()> {
+    let read = ["sh", "-c", "cat /counter.log; :"];
+    wait_for("3 iterations in /dev/shm", WAIT, || {
+        let lines = Lines::parse(&source.exec(&read)?);
+        Ok((lines.reached(1) >= 3).then_some(()))
+    })
 }
 
 /// Moves a job from `a` to `b` without the files that it has written. It continues, and programs started in
@@ -186,9 +206,8 @@ fn libraries_stay_where_the_checkpoint_has_them(platform: Platform) -> Result<()
             let there = "/hostPath/!s#/usr/lib/x86_64-linux-gnu#/usr/lib64#g";
             a.node().run(&["sed", "-i", there, "/etc/cdi/nvidia.json"])?;
             let options = ["--runtime", FIRN, "--env", "NVIDIA_VISIBLE_DEVICES=0"];
-            let count = ["/bin/gpu-counter", "--out", "/counter.log", "--interval-ms", "50"];
-            let source = Container::run(a, "job", &options, &count)?.counting(1);
-            source.goes_on(3)?;
+            let source = Container::run(a, "job", &options, &COUNT_IN_MEMORY)?;
+            counts_in_memory(&source)?;
             let mounted = ["sh", "-c", "grep libcuda /proc/1/mountinfo | cut -d ' ' -f 5"];
             let library = format!("/usr/lib64/libcuda.so.{DRIVER}\n");
             assert_eq!(source.exec(&mounted)?, library);
