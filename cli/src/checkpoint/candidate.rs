@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use firn_host::Alone;
 
@@ -119,6 +120,7 @@ impl Candidate {
             pid: self.pid,
             was_paused: self.was_paused,
             paused_for: None,
+            is_anothers: AtomicBool::new(false),
             _alone: self.alone,
         })
     }

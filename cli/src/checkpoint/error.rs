@@ -105,13 +105,19 @@ pub enum CheckpointError {
         message: String,
     },
     #[error(
-        "the checkpoint is complete, but container {id} was resumed or started again meanwhile: it runs on"
+        "the checkpoint is complete, but container {id} was resumed or started again meanwhile, and stays so"
     )]
     #[problem(
         "FIRN-FREEZER",
         "what it has done since is not in the checkpoint: make another one once nobody resumes the container"
     )]
     Resumed { id: String },
+    #[error("somebody has resumed container {id} meanwhile, and it stays as it is")]
+    #[problem(
+        "FIRN-FREEZER",
+        "nothing has left it: try again once nobody resumes the container"
+    )]
+    NotOurs { id: String },
     #[error("cannot handle signals")]
     #[problem("FIRN-FILE", "see the cause")]
     Signals(#[from] io::Error),
@@ -136,6 +142,7 @@ impl CheckpointError {
                 id,
                 message,
             },
+            Self::NotOurs { id } => Self::Resumed { id },
             error => error,
         }
     }

@@ -170,8 +170,16 @@ fn print(
 /// A checkpoint of a container that stands still.
 struct Filled {
     bytes: u64,
-    /// Of one that the container is to end with: the proof, and what a store has of it.
-    ends: Option<(EndProof, Option<InStore>)>,
+    ends: Option<Ends>,
+}
+
+/// A checkpoint that the container is to end with.
+struct Ends {
+    proof: EndProof,
+    /// Whether it still stands still for this command.
+    stands: Result<(), CheckpointError>,
+    /// What a store has of it.
+    memory: Option<InStore>,
 }
 
 /// Makes the checkpoint. A container that continues does not stand still for the disk.
@@ -192,16 +200,31 @@ async fn filled(
         aside("memory", move || stored::compare(&manifest)).await??;
         steps.end();
     }
-    // Order matters: next to a complete checkpoint it does not run again by itself. Where this fails, the end
-    // looks at the container, and keeps the checkpoint.
-    let _kept = source.stay_paused().await;
+    // Order matters: next to a checkpoint on its disk it does not run again by itself. Where this fails, the
+    // checkpoint stays.
+    let stands = source.stay_paused().await;
     let proof = target.durable(steps).await?;
     // Order matters: from here on the checkpoint stays.
     let memory = pinned(manifest).await;
     Ok(Filled {
         bytes,
-        ends: Some((proof, memory)),
+        ends: Some(Ends {
+            proof,
+            stands,
+            memory,
+        }),
     })
+}
+
+/// Ends the container, if it still stands still for this command.
+async fn end(
+    source: &Source,
+    stands: Result<(), CheckpointError>,
+    proof: EndProof,
+    steps: &mut Steps,
+) -> Result<(), CheckpointError> {
+    stands?;
+    source.end(proof, steps).await
 }
 
 /// What a store has of the checkpoint, which is pinned there. A store that does not answer keeps no container
@@ -267,9 +290,9 @@ async fn checkpoint(
         .unwrap_or_else(|| Err(interrupted()));
     let mut memory = None;
     let ended = match done.as_mut().map(|filled| filled.ends.take()) {
-        Ok(Some((proof, pinned))) => {
-            memory = pinned;
-            let ended = source.end(proof, steps).await;
+        Ok(Some(ends)) => {
+            memory = ends.memory;
+            let ended = end(&source, ends.stands, ends.proof, steps).await;
             ended.map_err(|error| error.with(place.shown()))
         }
         Ok(None) => source.resume(StaysHere::never_sent()).await,

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_config::names;
@@ -70,6 +71,8 @@ pub struct Source {
     pub(super) was_paused: bool,
     /// The shim resumes it if this command is killed.
     pub(super) paused_for: Option<ProcessTag>,
+    /// Somebody has resumed it since, and paused it for himself.
+    pub(super) is_anothers: AtomicBool,
     pub(super) _alone: Alone,
 }
 
@@ -131,8 +134,16 @@ impl Source {
             steps.begin("pause");
         }
         self.paused_for = self.paused_by_shim().await?;
-        if self.paused_for.is_none() && !self.was_paused {
-            self.containerd.pause(self.id()).await?;
+        if self.paused_for.is_none()
+            && !self.was_paused
+            && let Err(failed) = self.containerd.pause(self.id()).await
+        {
+            // Its user has paused it since it was looked at.
+            let refused = !failed.is_lost();
+            self.was_paused = refused && self.state().await? == Some(TaskState::Paused);
+            if !self.was_paused {
+                return Err(failed.into());
+            }
         }
         if self.paused_for.is_some() && self.was_paused {
             // A command that was killed had paused it.
@@ -151,7 +162,7 @@ impl Source {
         match self.annotate(names::ANNOTATION_PAUSE_FOR, own).await {
             Ok(()) => {
                 // One that it has no name for would do nothing. What is not known is left to the next call.
-                let state = self.containerd.task_state(self.id()).await?;
+                let state = self.state().await?;
                 Ok((state != Some(TaskState::Running)).then_some(own))
             }
             Err(error) if error.is_lost() => Err(error),
@@ -166,17 +177,37 @@ impl Source {
 
     /// From now on it stays paused if this command is killed: a copy may run. One that has ended runs no
     /// more.
-    pub async fn stay_paused(&self) -> Result<(), CallError> {
+    ///
+    /// # Errors
+    /// Somebody has resumed it, or containerd does not answer.
+    pub async fn stay_paused(&self) -> Result<(), CheckpointError> {
         let Some(own) = self.paused_for else {
             return Ok(());
         };
-        let Err(failed) = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await else {
-            return Ok(());
-        };
-        match self.containerd.task_state(self.id()).await {
-            Ok(None | Some(TaskState::Stopped)) => Ok(()),
-            _ => Err(failed),
+        let until = Instant::now() + ROLLBACK;
+        loop {
+            let Err(failed) = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await else {
+                return Ok(());
+            };
+            if failed.is_lost() {
+                if Instant::now() > until {
+                    return Err(failed.into());
+                }
+                sleep(POLL).await;
+                continue;
+            }
+            if let None | Some(TaskState::Stopped) = self.state().await? {
+                return Ok(());
+            }
+            self.is_anothers.store(true, Ordering::Relaxed);
+            return Err(CheckpointError::NotOurs {
+                id: self.id().to_owned(),
+            });
         }
+    }
+
+    async fn state(&self) -> Result<Option<TaskState>, CallError> {
+        self.containerd.task_state(self.id()).await
     }
 
     /// Checkpoints the container, which stands still. Its memory goes where the configuration has it.
@@ -279,7 +310,7 @@ impl Source {
     /// Order matters: the shim resumes it after the rollback of a checkpoint that was interrupted, for which
     /// the call waits. What the freezer is in the middle of one means nothing.
     pub async fn resume(&self, _proof: StaysHere) -> Result<(), CheckpointError> {
-        if self.was_paused {
+        if self.was_paused || self.is_anothers.load(Ordering::Relaxed) {
             return Ok(());
         }
         let until = Instant::now() + ROLLBACK;
@@ -288,7 +319,7 @@ impl Source {
                 return Ok(());
             };
             // A containerd that is started again answers in a while.
-            match self.containerd.task_state(self.id()).await {
+            match self.state().await {
                 Ok(Some(TaskState::Paused)) | Err(_) if Instant::now() > until => {
                     let (id, message) = (self.id().to_owned(), failed.to_string());
                     return Err(CheckpointError::StillPaused { id, message });
@@ -339,7 +370,7 @@ impl Source {
             let Err(failed) = self.containerd.kill(self.id()).await else {
                 return Ok(());
             };
-            match self.containerd.task_state(self.id()).await {
+            match self.state().await {
                 Ok(None | Some(TaskState::Stopped)) => return Ok(()),
                 state if Instant::now() > until || state.is_ok() && !failed.is_lost() => {
                     let (id, message) = (self.id().to_owned(), failed.to_string());
@@ -412,6 +443,7 @@ mod tests {
             pid: PID,
             was_paused: false,
             paused_for: None,
+            is_anothers: AtomicBool::new(false),
             _alone: Alone::take(dir, "default", "job").unwrap().unwrap(),
         }
     }
@@ -438,38 +470,83 @@ mod tests {
         }
     }
 
-    /// How containerd's calls end: an update by the shim, and the state of the task after it.
-    fn paused_after(updated: fn() -> Reply, now: i32) -> (usize, Option<ProcessTag>, bool) {
+    fn refused() -> Reply {
+        reply::<()>(Err(Status::failed_precondition("not in this state")))
+    }
+
+    fn done() -> Reply {
+        reply(Ok(()))
+    }
+
+    /// How containerd's calls end: an update by the shim, a pause, and the state of the task after it.
+    /// Returns the calls of Pause and Resume, whether it was paused for this command, and by its user.
+    fn paused_after(updated: fn() -> Reply, pause: fn() -> Reply, now: i32) -> ([usize; 2], bool, bool) {
         let fake = Fake::new(move |call, _| match call {
             "Tasks/Update" => updated(),
+            "Tasks/Pause" => pause(),
             "Tasks/Get" => task(PID, now),
-            _ => reply(Ok(())),
+            _ => done(),
         });
         let dir = tempfile::tempdir().unwrap();
-        let (paused_for, keeps) = block_on(async {
+        let source = block_on(async {
             let mut source = source(&fake, dir.path()).await;
             source.pause(&mut Steps::new(true)).await.unwrap();
-            (source.paused_for, source.stay_paused().await.is_ok())
-        })
-        .unwrap();
-        (fake.count("Tasks/Pause"), paused_for, keeps)
+            source.stay_paused().await.unwrap();
+            source.resume(StaysHere::never_sent()).await.unwrap();
+            source
+        });
+        let source = source.unwrap();
+        let calls = ["Tasks/Pause", "Tasks/Resume"].map(|call| fake.count(call));
+        assert!(source.paused_for.is_none() || source.paused_for == ProcessTag::own());
+        (calls, source.paused_for.is_some(), source.was_paused())
     }
 
     #[test]
     fn a_shim_that_does_not_pause_for_a_command_gets_a_plain_pause() {
-        let own = ProcessTag::own();
+        use status::{PAUSED, RUNNING, UNKNOWN};
         let unknown = || reply::<()>(Err(Status::unimplemented("no such update")));
-        let users = || reply::<()>(Err(Status::unknown("cannot pause a paused container")));
-        let done = || reply(Ok(()));
-        assert_eq!(paused_after(unknown, status::RUNNING), (1, None, true));
-        assert_eq!(
-            paused_after(users, status::PAUSED),
-            (1, None, true),
-            "paused by the user since"
-        );
-        assert_eq!(paused_after(done, status::RUNNING), (1, None, true));
-        assert_eq!(paused_after(done, status::PAUSED), (0, own, true));
-        assert_eq!(paused_after(done, status::UNKNOWN), (0, own, true));
+        assert_eq!(paused_after(unknown, done, RUNNING), ([1, 1], false, false));
+        assert_eq!(paused_after(done, done, RUNNING), ([1, 1], false, false));
+        assert_eq!(paused_after(done, done, PAUSED), ([0, 1], true, false));
+        assert_eq!(paused_after(done, done, UNKNOWN), ([0, 1], true, false));
+        // Its user has paused it since it was looked at.
+        assert_eq!(paused_after(refused, refused, PAUSED), ([1, 0], false, true));
+    }
+
+    /// What containerd answers when a command withdraws its name, and then whether its pause is its own.
+    #[test]
+    fn a_pause_that_is_anothers_by_now_is_left_alone() {
+        for (kept, now, wanted) in [
+            (refused as fn() -> Reply, status::PAUSED, false),
+            (refused, status::RUNNING, false),
+            (refused, status::STOPPED, true),
+            (lost, status::PAUSED, true),
+        ] {
+            let fake = Fake::new(move |call, before| match call {
+                // The answer is lost once.
+                "Tasks/Update" if before.iter().filter(|made| *made == call).count() == 1 => kept(),
+                "Tasks/Get" if before.contains(&"Tasks/Update".to_owned()) => task(PID, now),
+                _ => done(),
+            });
+            let dir = tempfile::tempdir().unwrap();
+            let kept = block_on(async {
+                let mut source = source(&fake, dir.path()).await;
+                source.paused_for = ProcessTag::own();
+                source
+                    .annotate(names::ANNOTATION_PAUSE_FOR, ProcessTag::own().unwrap())
+                    .await
+                    .unwrap();
+                let kept = source.stay_paused().await;
+                source.resume(StaysHere::never_sent()).await.unwrap();
+                kept
+            });
+            let kept = kept.unwrap();
+            let resumed = fake.count("Tasks/Resume") == 1;
+            assert_eq!((kept.is_ok(), resumed), (wanted, wanted), "{now}");
+            if let Err(error) = kept {
+                assert!(error.shown().contains("FIRN-FREEZER: "), "{}", error.shown());
+            }
+        }
     }
 
     /// What it has done since is in no checkpoint.

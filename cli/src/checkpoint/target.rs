@@ -114,8 +114,8 @@ impl Target {
                 let failed = || ImageError::file(format!("write {}", path.display()));
                 let to = file.try_clone().map_err(failed())?;
                 let mut out = Outlet::new(to, WRITE, |_written| Ok(())).map_err(failed())?;
-                let bytes =
-                    oci_image::write(&source.containerd, &layout, &mut out, steps, async || Ok(())).await?;
+                let nothing = async || Ok::<_, ImageError>(());
+                let bytes = oci_image::write(&source.containerd, &layout, &mut out, steps, nothing).await?;
                 out.end().await.map_err(failed())?;
                 steps.end();
                 Ok(bytes)

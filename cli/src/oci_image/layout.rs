@@ -52,12 +52,33 @@ impl Layout<'_> {
 
 /// Writes a tar file, whose end is for the caller to wait for. Order matters: without the index, which is the
 /// last piece, nobody takes the file for a checkpoint. `last` is called before that.
-pub async fn write(
+pub async fn write<E: From<ImageError>>(
     containerd: &Containerd,
     layout: &Layout<'_>,
     out: &mut Outlet,
     steps: &mut Steps,
-    last: impl AsyncFnOnce() -> Result<(), ImageError>,
+    last: impl AsyncFnOnce() -> Result<(), E>,
+) -> Result<u64, E> {
+    let bytes = write_blobs(containerd, layout, out, steps).await?;
+    last().await?;
+    let mut target = layout.index.clone();
+    target.platform = None;
+    target.annotations = BTreeMap::from([(NAME.to_owned(), layout.name.to_owned())]);
+    let index = json!({"schemaVersion": 2, "mediaType": media::INDEX, "manifests": [target]}).to_string();
+    let mut end = entry(INDEX, index.as_bytes());
+    end.extend([0; 1024]);
+    out.write(end)
+        .await
+        .map_err(ImageError::file("write the archive"))?;
+    Ok(bytes)
+}
+
+/// All but the index. Returns the bytes of the blobs.
+async fn write_blobs(
+    containerd: &Containerd,
+    layout: &Layout<'_>,
+    out: &mut Outlet,
+    steps: &mut Steps,
 ) -> Result<u64, ImageError> {
     let failed = || ImageError::file("write the archive");
     let (blobs, all) = (layout.blobs(), layout.bytes());
@@ -84,14 +105,6 @@ pub async fn write(
         }
         out.write(padding(read)).await.map_err(failed())?;
     }
-    last().await?;
-    let mut target = layout.index.clone();
-    target.platform = None;
-    target.annotations = BTreeMap::from([(NAME.to_owned(), layout.name.to_owned())]);
-    let index = json!({"schemaVersion": 2, "mediaType": media::INDEX, "manifests": [target]}).to_string();
-    let mut end = entry(INDEX, index.as_bytes());
-    end.extend([0; 1024]);
-    out.write(end).await.map_err(failed())?;
     Ok(done)
 }
 

@@ -106,7 +106,7 @@ impl<'a> There<'a> {
         let last = async || {
             source.stay_paused().await?;
             transfer.send_last();
-            Ok(())
+            Ok::<_, MoveError>(())
         };
         let written = oci_image::write(&source.containerd, &layout, &mut out, steps, last);
         // Order matters: the other node reads until its input is closed.
@@ -115,7 +115,7 @@ impl<'a> There<'a> {
                 .end()
                 .await
                 .map(|()| bytes)
-                .map_err(ImageError::file("send the checkpoint")),
+                .map_err(|error| ImageError::file("send the checkpoint")(error).into()),
             Err(error) => {
                 drop(out);
                 Err(error)
@@ -127,7 +127,7 @@ impl<'a> There<'a> {
             // A node that refuses closes the stream, and answers why.
             Err(error) => match remote.answer(self.limits.look).await {
                 Ok(answer) if is_failure(&answer) => Err(self.refused(&answer)),
-                _ => Err(error.into()),
+                _ => Err(error),
             },
         }
     }

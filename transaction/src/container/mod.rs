@@ -94,6 +94,8 @@ struct Status {
     exit_while_starting: Option<Exit>,
     /// The command of firn for which it is paused.
     paused_for: Option<ProcessTag>,
+    /// The command whose pause stays when it ends.
+    kept_for: Option<ProcessTag>,
 }
 
 /// Why an exec is refused.
@@ -187,7 +189,7 @@ impl Container {
             status.state = state;
         }
         if status.state != InitState::Paused {
-            status.paused_for = None;
+            (status.paused_for, status.kept_for) = (None, None);
         }
     }
 
@@ -197,12 +199,21 @@ impl Container {
         lock(&self.status).paused_for
     }
 
-    /// It is paused for this command from now on, or for nobody. Nothing changes unless it is paused.
-    pub fn pause_for(&self, command: Option<ProcessTag>) {
+    /// It is paused for this command from now on. Nothing changes unless it is paused.
+    pub fn pause_for(&self, command: ProcessTag) {
         let mut status = lock(&self.status);
         if status.state == InitState::Paused {
-            status.paused_for = command;
+            (status.paused_for, status.kept_for) = (Some(command), None);
         }
+    }
+
+    /// It stays paused when this command ends. False: it is not paused for that. May be called again.
+    pub fn keep_paused_for(&self, command: ProcessTag) -> bool {
+        let mut status = lock(&self.status);
+        if status.paused_for == Some(command) {
+            (status.paused_for, status.kept_for) = (None, Some(command));
+        }
+        status.kept_for == Some(command)
     }
 
     /// Whether `action` may begin now.

@@ -45,20 +45,24 @@ pub(super) fn written(init: i32, pids: &[i32], since: Duration) -> Option<Writte
         .rev()
         .find(|mount| mount.mount_point == Path::new("/"))?;
     pids.iter().find_map(|&pid| {
-        let inside = inside(pid, root)?;
+        let own = mountinfo::of_process(pid).ok()?;
+        // A process in a chroot does not see the mount that it is in.
+        let seen: HashSet<u32> = [&mounts, &own]
+            .iter()
+            .flat_map(|mounts| inside(mounts, root))
+            .collect();
         let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten();
         let fds = fds.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-        fds.filter_map(|fd| of_descriptor(pid, fd, &inside, since)).next()
+        fds.filter_map(|fd| of_descriptor(pid, fd, &seen, since)).next()
     })
 }
 
-/// The mounts of a process that show a part of the root. A volume may be on the same file system.
-fn inside(pid: i32, root: &MountEntry) -> Option<HashSet<u32>> {
-    let mounts = mountinfo::of_process(pid).ok()?;
-    let inside = mounts
+/// Those of `mounts` that show a part of the root. A volume may be on the same file system.
+fn inside(mounts: &[MountEntry], root: &MountEntry) -> impl Iterator<Item = u32> {
+    mounts
         .iter()
-        .filter(|mount| mount.device == root.device && mount.root.starts_with(&root.root));
-    Some(inside.map(|mount| mount.id).collect())
+        .filter(|mount| mount.device == root.device && mount.root.starts_with(&root.root))
+        .map(|mount| mount.id)
 }
 
 /// Order matters: a file server may not answer, so a file is looked at only where its mount is the root's.
@@ -99,12 +103,10 @@ mod tests {
         let mut log = File::options().append(true).create(true).open(log).unwrap();
         fs::remove_file(dir.path().join("nameless")).unwrap();
         let mount = procfs::mount_of(me, grows.as_raw_fd()).unwrap();
-        let entry = mountinfo::of_process(me)
-            .unwrap()
-            .into_iter()
-            .find(|entry| entry.id == mount);
-        let mut root = entry.unwrap();
-        let all = inside(me, &root).unwrap();
+        let mounts = mountinfo::of_process(me).unwrap();
+        let entry = mounts.iter().find(|entry| entry.id == mount);
+        let mut root = entry.unwrap().clone();
+        let all = inside(&mounts, &root).collect();
         let since = tick().await;
         let seen = || {
             let fds = fs::read_dir("/proc/self/fd").unwrap();
@@ -125,6 +127,6 @@ mod tests {
         assert_eq!(written(me, &[i32::MAX], since), None);
         // A volume on the file system that the root is on.
         root.root = "/the/root".into();
-        assert!(!inside(me, &root).unwrap().contains(&mount));
+        assert!(inside(&mounts, &root).all(|id| id != mount));
     }
 }

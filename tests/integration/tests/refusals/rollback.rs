@@ -55,8 +55,10 @@ const CHECKPOINT_FAULTS: &[Fault] = &[
     ),
 ];
 
-/// A process that writes to a file all the time, and one that appends to another.
-const WRITES: &str = "while :; do echo x; done >/grows & while :; do echo x; sleep 0.001; done >>/log &";
+/// A process in a chroot that writes to a file all the time, and one that appends to another.
+const WRITES: &str = "mkdir -p /jail/bin; cp /bin/busybox /jail/bin
+    chroot /jail /bin/busybox sh -c 'while :; do echo x; done >/grows' &
+    while :; do echo x; sleep 0.001; done >>/log &";
 
 /// `ctr containers checkpoint` copies the files before the driver can lock anything, and processes run for
 /// the lock: the copy of a file that grows then could not be opened.
@@ -66,7 +68,10 @@ pub fn a_file_that_outgrows_the_clients_copy_is_named(platform: Platform) -> Res
         let job = Container::script(host, "job", &["0"], 1, &[], &script)?;
         job.goes_on(3)?;
         let output = fails(&job, host, "FIRN-FILES")?;
-        ensure!(output.contains("(sh)") && output.contains(" /grows "), "{output}");
+        ensure!(
+            output.contains("(busybox)") && output.contains(" /jail/grows "),
+            "{output}"
+        );
         // These copy the files afterwards, or leave them to their user.
         host.firn(&["checkpoint", "job", "/srv/job.tar"])?;
         job.task(&["pause"])?;
