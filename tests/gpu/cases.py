@@ -87,6 +87,8 @@ def all_cases(sizes, mib):
         Case("task-checkpoint", 60, 1, lambda setup, end, record: task_checkpoint(
             setup, end, record, "task", counter(["--mib", f"{mib}"]), mib / 1024)),
         Case("managed", 60, 1, managed),
+        Case("grows", 90, 1, grows),
+        Case("appends", 90, 1, trip("appends", writing(">>"), memory=0.5)),
         Case("ipc", 60, 1, ipc),
         Case("nccl", 180, 2, nccl),
         Case("torch", 180, 1, torch),
@@ -360,6 +362,31 @@ def managed(setup, end, record):
         seen = counts(container)
         went_on = wait_for_counts(container, end, 1, seen, 3, f"refused: {record['refusal']}")
         record["iter_before"], record["iter_after"] = (max(next(iter(found.values()))) for found in (seen, went_on))
+    finally:
+        clean_up(setup, [container], image)
+
+
+def writing(how):
+    """gpu-counter next to a process that writes to a file all the time."""
+    script = f"while :; do echo x; done {how}/log & exec /usr/bin/gpu-counter --mib 512"
+    return Workload(COUNTER_IMAGE, ["/bin/sh", "-c", script], gpus=1)
+
+
+def grows(setup, end, record):
+    """A file that grows after ctr has copied it could not be opened in a copy: refused, and the counter continues."""
+    uuids, _ = setup.pick(1)
+    container = Container(setup.host, "grows")
+    workload = writing(">")
+    record.update(gib=0.5, counters=1, uuid_before=uuids)
+    image = "firn.test/checkpoint/grows:latest"
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        wait_for_counts(container, end, 1, {}, 3)
+        refuse(container, image, end, record)
+        if record["code"] != "FIRN-FILES":
+            raise Failed(f"refused with another code: {record['refusal']}")
+        seen = counts(container)
+        wait_for_counts(container, end, 1, seen, 3, f"refused: {record['refusal']}")
     finally:
         clean_up(setup, [container], image)
 
