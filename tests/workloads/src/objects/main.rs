@@ -259,14 +259,15 @@ fn child(option: &'static str) -> io::Result<Look> {
         "--pid" => "pid_for_children",
         option => option.trim_start_matches('-'),
     };
+    // A PID namespace is not shown before its first process is there.
     let is_own = move || {
-        let of = |namespaces: &str| fs::read_link(Path::new(namespaces).join(file));
-        Ok::<_, io::Error>(of(&namespaces)? != of("/proc/self/ns")?)
+        let of = |namespaces: &str| fs::read_link(Path::new(namespaces).join(file)).ok();
+        of(&namespaces).is_some_and(|own| Some(own) != of("/proc/self/ns"))
     };
-    while !is_own()? {
+    while !is_own() {
         thread::sleep(PACE);
     }
-    Ok(Box::new(move || Ok(child.try_wait()?.is_none() && is_own()?)))
+    Ok(Box::new(move || Ok(child.try_wait()?.is_none() && is_own())))
 }
 
 /// The descriptor is open.
