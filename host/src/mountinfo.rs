@@ -53,7 +53,8 @@ pub fn is_mount_point(mounts: &[MountEntry], path: &Path) -> bool {
     mounts.iter().any(|mount| mount.mount_point == path)
 }
 
-fn read(file: &Path) -> io::Result<Vec<MountEntry>> {
+/// All mounts of a list as the kernel writes it, such as /proc/PID/mountinfo.
+pub fn read(file: &Path) -> io::Result<Vec<MountEntry>> {
     let mut mounts = Vec::new();
     bounded::each(file, b'\n', LONGEST, |line| {
         mounts.extend(entry(line));

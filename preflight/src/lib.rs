@@ -11,6 +11,7 @@ mod finding;
 #[cfg(any(test, feature = "fixtures"))]
 pub mod fixtures;
 mod refusal;
+mod settings;
 mod sys;
 mod workload;
 
@@ -21,4 +22,5 @@ pub use finding::{
     Unreadable, is_outside_vfork, user_namespace,
 };
 pub use refusal::Refusal;
+pub use settings::{LostSettings, lost_settings};
 pub use workload::{Assertions, Capacity, OtherVendors, STARTS, STARTS_LOOK, Workload};

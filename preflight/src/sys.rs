@@ -8,6 +8,15 @@ const KCMP_FILE: libc::c_int = 0;
 const KCMP_VM: libc::c_int = 1;
 const KCMP_FILES: libc::c_int = 2;
 
+/// The I/O priority of a thread, as the kernel has it: class and level. `None` if it has gone.
+pub(crate) fn io_priority(tid: i32) -> Option<i32> {
+    /// `IOPRIO_WHO_PROCESS` of `linux/ioprio.h`.
+    const PROCESS: libc::c_int = 1;
+    // SAFETY: it takes numbers.
+    let value = unsafe { libc::syscall(libc::SYS_ioprio_get, PROCESS, tid) };
+    i32::try_from(value).ok().filter(|value| *value >= 0)
+}
+
 /// A descriptor of a process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Descriptor {

@@ -5,7 +5,7 @@ use firn_config::Config;
 use firn_gpu::{Gpu, Inventory, SourceGpu, Topology};
 use firn_host::{Problem, ProblemLine, ProblemReport};
 use firn_oci::{GpuRequest, Rules, Spec};
-use firn_preflight::{Assertions, Finding, Node, Outcome, Refusal, Workload};
+use firn_preflight::{Assertions, Finding, LostSettings, Node, Outcome, Refusal, Workload};
 use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
 
@@ -276,6 +276,26 @@ impl Signals {
         }
         if workload.capacity.is_some() {
             self.add_all(&CAPACITY, refusals);
+        }
+    }
+
+    /// Settings that a copy has not. Nothing is refused for them.
+    pub fn of_settings(&mut self, lost: &[LostSettings]) {
+        const SHOWN: usize = 8;
+        let signal = self.add(
+            "settings_that_a_copy_lacks",
+            "/proc/PID/status and its like",
+            None,
+        );
+        let shown =
+            |lost: &LostSettings| format!("process {} ({}): {}", lost.pid, lost.comm, lost.what.join(", "));
+        let mut parts: Vec<String> = lost.iter().take(SHOWN).map(shown).collect();
+        if lost.len() > SHOWN {
+            parts.push(format!("and {} more", lost.len() - SHOWN));
+        }
+        if !parts.is_empty() {
+            signal.certainty = Certainty::Certain;
+            signal.detail = parts.join("; ");
         }
     }
 

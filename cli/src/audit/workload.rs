@@ -1,5 +1,7 @@
 //! The audit of a container or of processes outside of a container.
 
+use std::fs;
+use std::path::Path;
 use std::thread::sleep;
 use std::time::Instant;
 
@@ -12,8 +14,9 @@ use firn_oci::criu_config::{users_external_unix, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
     Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
-    expect_criu, image_bytes,
+    expect_criu, image_bytes, lost_settings,
 };
+use firn_process::cgroup::Cgroup;
 
 use super::findings::Signals;
 use super::subject::Subject;
@@ -57,7 +60,20 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     }
     let (nvidia, workload, outcome) = checked(&subject, nvidia, args, config)?;
     signals.of_workload(&workload, &outcome);
+    signals.of_settings(&lost_settings(&subject.tree, cpus(subject.init).as_deref()));
     report(subject, nvidia, args, signals)
+}
+
+/// The CPUs that the processes of a cgroup may use, as the kernel writes the list. None: it has no cpuset.
+fn cpus(init: i32) -> Option<String> {
+    const FILES: [&str; 2] = ["cpuset.cpus.effective", "cpuset.effective_cpus"];
+    let dir = Cgroup::of_pid(init).ok()?.dir("cpuset")?;
+    let read = |dir: &Path| {
+        FILES
+            .iter()
+            .find_map(|file| fs::read_to_string(dir.join(file)).ok())
+    };
+    Some(dir.ancestors().find_map(read)?.trim().to_owned())
 }
 
 /// The check, once no process is in cuInit any more, or for too long.

@@ -13,10 +13,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use firn_host::{bounded, proc_maps};
+use firn_host::{bounded, mountinfo, proc_maps};
 use nix::fcntl::{OFlag, open};
 use nix::libc::O_EXCL;
 use nix::sys::stat::Mode;
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use rustix::net::ipproto;
 use rustix::net::sockopt::socket_protocol;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -34,11 +35,13 @@ pub enum Object {
     Crypto,
     Kvm,
     LandlockRules,
+    MessageQueue,
     Mptcp,
     Namespace(&'static str),
     OtherProtocol,
     PerfEvent,
     Ping,
+    Root,
     SeccompListener,
     SecretMemory,
     ThreadPidfd,
@@ -53,11 +56,13 @@ impl fmt::Display for Object {
             Self::Crypto => "a socket of the kernel's cryptography (AF_ALG)",
             Self::Kvm => "a virtual machine",
             Self::LandlockRules => "a set of Landlock rules",
+            Self::MessageQueue => "a POSIX message queue",
             Self::Mptcp => "a Multipath TCP socket",
             Self::Namespace(kind) => return write!(f, "{kind} namespace of its own"),
             Self::OtherProtocol => "a socket of a protocol that CRIU does not know",
             Self::PerfEvent => "a perf event",
             Self::Ping => "a connected ping socket",
+            Self::Root => "a root directory other than the container's (chroot)",
             Self::SeccompListener => "a listener of seccomp notifications",
             Self::SecretMemory => "secret memory (memfd_secret)",
             Self::ThreadPidfd => "a pidfd of a thread",
@@ -86,6 +91,9 @@ impl Object {
             Self::Namespace(_) => {
                 "end that process before the checkpoint, or start it without namespaces of \
                                    its own (as browsers by --no-sandbox)"
+            }
+            Self::Root => {
+                "have the container's first process start that one as a child, which may be in a chroot"
             }
             _ => {
                 "close it before the checkpoint (as in a hook prepare, firn.dev/hook-prepare), or end the \
@@ -188,18 +196,24 @@ fn of_process(proc_root: &Path, init: i32, pid: i32) -> Result<Option<Vec<(Objec
     let Some(files) = open_files(proc_root, pid)? else {
         return Ok(None);
     };
+    let mut queues = Queues::of(&process);
     for (fd, to) in files {
         let link = to.as_os_str().as_bytes();
         let object = if socket_inode(&to).is_some() {
             of_socket(&process, pid, fd, &to)
         } else if link.starts_with(b"anon_inode:[pidfd]") || link.starts_with(b"pidfd:") {
             of_pidfd(&process, fd)
+        } else if queues.has(fd, link) {
+            Some(Object::MessageQueue)
         } else {
             Object::of_link(link)
         };
         if let Some(object) = object {
             add(object, format!("descriptor {fd}"));
         }
+    }
+    if pid == init && has_other_root(&process) {
+        add(Object::Root, "its root".to_owned());
     }
     let namespace = |pid: i32, file: &str| {
         let path = proc_root.join(pid.to_string()).join("ns").join(file);
@@ -274,6 +288,46 @@ fn is_connected(table: &Path, inode: u64) -> bool {
         ControlFlow::Continue(())
     });
     read.is_ok() && found
+}
+
+/// Whether it sees no mount at its root: CRIU reads the mounts of a container from its first process.
+fn has_other_root(process: &Path) -> bool {
+    let mounts = mountinfo::read(&process.join("mountinfo"));
+    mounts.is_ok_and(|mounts| !mountinfo::is_mount_point(&mounts, Path::new("/")))
+}
+
+/// The POSIX message queues of a process, which are on a mount of their own that nobody sees.
+struct Queues<'a> {
+    process: &'a Path,
+    /// The file systems that queues are on, as `major:minor`; read when it is needed.
+    devices: Option<Vec<String>>,
+}
+
+impl<'a> Queues<'a> {
+    fn of(process: &'a Path) -> Self {
+        Self {
+            process,
+            devices: None,
+        }
+    }
+
+    /// Whether a descriptor is one. Order matters: a file server may not answer, so only a name that a queue
+    /// can have is looked at, and the kernel is asked for nothing but what it knows.
+    fn has(&mut self, fd: i32, link: &[u8]) -> bool {
+        let is_name = link.first() == Some(&b'/') && !link[1..].contains(&b'/');
+        let path = self.process.join("fd").join(fd.to_string());
+        let look = || statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).ok();
+        let Some(file) = is_name.then(look).flatten() else {
+            return false;
+        };
+        let device = format!("{}:{}", file.stx_dev_major, file.stx_dev_minor);
+        let devices = self.devices.get_or_insert_with(|| {
+            let mounts = mountinfo::read(&self.process.join("mountinfo")).unwrap_or_default();
+            let queues = mounts.into_iter().filter(|mount| mount.fs_type == "mqueue");
+            queues.map(|mount| mount.device).collect()
+        });
+        devices.contains(&device)
+    }
 }
 
 /// A pidfd of a thread. Whether that of a process leads outside is left to CRIU: the container runs, and may

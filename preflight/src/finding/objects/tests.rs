@@ -191,6 +191,40 @@ fn objects_are_known_by_their_links_and_each_kind_is_named_once() {
     );
 }
 
+/// As the kernel shows a queue, and the mounts of a process that is in a chroot.
+#[test]
+fn queues_are_known_by_their_file_system_and_a_chroot_by_its_mounts() {
+    let root = tempfile::tempdir().unwrap();
+    let process = root.path().join("7");
+    for dir in ["fd", "ns"] {
+        fs::create_dir_all(process.join(dir)).unwrap();
+    }
+    fs::write(process.join("maps"), "").unwrap();
+    // Of the directory that /tmp is on, in the place of a queue.
+    symlink("/tmp", process.join("fd/3")).unwrap();
+    let own = fs::metadata("/tmp").unwrap();
+    let (major, minor) = (
+        rustix::fs::major(std::os::unix::fs::MetadataExt::dev(&own)),
+        rustix::fs::minor(std::os::unix::fs::MetadataExt::dev(&own)),
+    );
+    let found = |mounts: &str, init| {
+        fs::write(process.join("mountinfo"), mounts).unwrap();
+        let found = of_process(root.path(), init, 7).unwrap().unwrap();
+        found.into_iter().map(|(object, _)| object).collect::<Vec<_>>()
+    };
+    let line = |device: &str, at: &str, kind: &str| format!("9 1 {device} / {at} rw - {kind} none rw\n");
+    let device = format!("{major}:{minor}");
+    let container = line("0:1", "/", "overlay");
+    let visible = line(&device, "/dev/mqueue", "mqueue");
+    assert_eq!(found(&format!("{container}{visible}"), 7), [Object::MessageQueue]);
+    let other = line("0:2", "/dev/mqueue", "mqueue");
+    assert_eq!(found(&format!("{container}{other}"), 7), []);
+    assert_eq!(found(&line(&device, "/", "tmpfs"), 7), []);
+    assert_eq!(found(&other, 7), [Object::Root]);
+    assert_eq!(found("", 7), [Object::Root]);
+    assert_eq!(found(&other, 8), [], "a child of it moves");
+}
+
 #[test]
 fn a_namespace_of_a_process_is_none_of_the_container() {
     let (_own, pid) = sleep("unshare", &["--uts", "--mount", "sleep", "1000"]);

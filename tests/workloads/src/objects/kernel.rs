@@ -1,11 +1,15 @@
 //! Objects that are made by system calls without a safe wrapper.
 #![allow(unsafe_code)]
 
+use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 use nix::libc::{self, c_int, c_long};
+use nix::sys::signal::{SigHandler, Signal};
+
+use super::Look;
 
 /// The descriptor that a system call has made.
 fn made(result: c_long) -> io::Result<OwnedFd> {
@@ -101,10 +105,9 @@ pub(super) fn perf_event() -> io::Result<OwnedFd> {
     made(unsafe { libc::syscall(libc::SYS_perf_event_open, attributes.as_ptr(), 0, -1, -1, 0) })
 }
 
-/// Of a filter that allows everything.
-pub(super) fn seccomp_listener() -> io::Result<OwnedFd> {
+/// A filter that allows everything.
+fn seccomp(flags: c_int) -> io::Result<c_long> {
     const SET_MODE_FILTER: c_int = 1;
-    const NEW_LISTENER: c_int = 8;
     const ALLOW: u32 = 0x7fff_0000;
     nix::sys::prctl::set_no_new_privs()?;
     let mut filter = [libc::sock_filter {
@@ -118,12 +121,143 @@ pub(super) fn seccomp_listener() -> io::Result<OwnedFd> {
         filter: filter.as_mut_ptr(),
     };
     // SAFETY: it reads one instruction, which `filter` has.
-    made(unsafe {
+    checked(unsafe { libc::syscall(libc::SYS_seccomp, SET_MODE_FILTER, flags, ptr::from_ref(&program)) })
+}
+
+pub(super) fn seccomp_listener() -> io::Result<OwnedFd> {
+    const NEW_LISTENER: c_int = 8;
+    made(seccomp(NEW_LISTENER)?)
+}
+
+pub(super) fn seccomp_filter() -> io::Result<()> {
+    seccomp(0).map(drop)
+}
+
+pub(super) fn netlink() -> io::Result<OwnedFd> {
+    socket(libc::AF_NETLINK, libc::SOCK_RAW, libc::NETLINK_ROUTE)
+}
+
+/// For packets of no protocol: it gets none.
+pub(super) fn packet() -> io::Result<OwnedFd> {
+    socket(libc::AF_PACKET, libc::SOCK_DGRAM, 0)
+}
+
+pub(super) fn raw() -> io::Result<OwnedFd> {
+    socket(libc::AF_INET, libc::SOCK_RAW, libc::IPPROTO_UDP)
+}
+
+pub(super) fn message_queue() -> io::Result<OwnedFd> {
+    let queue = nix::mqueue::mq_open(
+        c"/object",
+        nix::mqueue::MQ_OFlag::O_CREAT | nix::mqueue::MQ_OFlag::O_RDWR,
+        nix::sys::stat::Mode::from_bits_truncate(0o600),
+        Some(&nix::mqueue::MqAttr::new(0, 8, 64, 0)),
+    )?;
+    // SAFETY: a queue is a descriptor, which nobody else has.
+    Ok(unsafe { OwnedFd::from_raw_fd(std::os::fd::IntoRawFd::into_raw_fd(queue)) })
+}
+
+/// A context that nothing is asked of.
+pub(super) fn aio() -> io::Result<Look> {
+    let mut context: libc::c_ulong = 0;
+    // SAFETY: it writes a number, which `context` has the room for.
+    checked(unsafe { libc::syscall(libc::SYS_io_setup, 8, ptr::from_mut(&mut context)) })?;
+    Ok(Box::new(move || {
+        let nothing = ptr::null_mut::<u8>();
+        // SAFETY: none of its events are asked for, so it writes none.
+        let events = unsafe { libc::syscall(libc::SYS_io_getevents, context, 0, 0, nothing, nothing) };
+        Ok(events == 0)
+    }))
+}
+
+/// A page of a file that is mapped for good.
+pub(super) struct Memory(*mut u8);
+
+impl Memory {
+    pub(super) fn of(file: &File) -> io::Result<Self> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let (nothing, fd) = (ptr::null_mut(), file.as_raw_fd());
+        // SAFETY: the kernel chooses the address, where nothing is.
+        let memory = unsafe { libc::mmap(nothing, 4096, access, libc::MAP_SHARED, fd, 0) };
+        if memory == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(memory.cast()))
+    }
+
+    pub(super) fn put(&self, byte: u8) {
+        // SAFETY: it is mapped for good, and may be written.
+        unsafe { self.0.write_volatile(byte) }
+    }
+
+    pub(super) fn first(&self) -> u8 {
+        // SAFETY: it is mapped for good.
+        unsafe { self.0.read_volatile() }
+    }
+}
+
+fn checked(result: c_long) -> io::Result<c_long> {
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(result)
+}
+
+pub(super) fn set_nice(value: c_int) -> io::Result<()> {
+    // SAFETY: it takes numbers.
+    checked(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, value) }.into()).map(drop)
+}
+
+pub(super) fn set_batch_policy() -> io::Result<()> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: it reads `parameters`.
+    checked(unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters) }.into()).map(drop)
+}
+
+pub(super) fn ignore(signal: Signal) -> io::Result<()> {
+    // SAFETY: no handler is installed.
+    unsafe { nix::sys::signal::signal(signal, SigHandler::SigIgn) }?;
+    Ok(())
+}
+
+/// Of a process.
+const WHO: c_int = 1;
+
+pub(super) fn set_io_priority(value: c_int) -> io::Result<()> {
+    // SAFETY: it takes numbers.
+    checked(unsafe { libc::syscall(libc::SYS_ioprio_set, WHO, 0, value) }).map(drop)
+}
+
+pub(super) fn io_priority() -> io::Result<c_long> {
+    // SAFETY: it takes numbers.
+    checked(unsafe { libc::syscall(libc::SYS_ioprio_get, WHO, 0) })
+}
+
+pub(super) fn set_personality(value: u32) -> io::Result<()> {
+    // SAFETY: it takes a number.
+    checked(unsafe { libc::personality(value.into()) }.into()).map(drop)
+}
+
+/// Memory of the first node, if it has some.
+pub(super) fn set_preferred_node() -> io::Result<()> {
+    const PREFERRED: c_int = 1;
+    let first: libc::c_ulong = 1;
+    // SAFETY: it reads as many bits as it is given the number of.
+    checked(unsafe { libc::syscall(libc::SYS_set_mempolicy, PREFERRED, ptr::from_ref(&first), 64) }).map(drop)
+}
+
+pub(super) fn memory_policy() -> io::Result<c_int> {
+    let (mut policy, none) = (0, ptr::null_mut::<u8>());
+    // SAFETY: it writes a number, which `policy` has the room for.
+    checked(unsafe {
         libc::syscall(
-            libc::SYS_seccomp,
-            SET_MODE_FILTER,
-            NEW_LISTENER,
-            ptr::from_ref(&program),
+            libc::SYS_get_mempolicy,
+            ptr::from_mut(&mut policy),
+            none,
+            0,
+            none,
+            0,
         )
-    })
+    })?;
+    Ok(policy)
 }

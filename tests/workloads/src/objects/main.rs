@@ -3,8 +3,12 @@
 
 #![deny(unsafe_code)]
 
+mod files;
 mod kernel;
 mod locks;
+mod processes;
+mod settings;
+mod system_v;
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -103,6 +107,80 @@ enum Kind {
     Mptcp,
     /// A ping socket with a peer
     Ping,
+    /// An epoll with a pipe that can be read
+    Epoll,
+    /// Datagrams of two lengths on their way
+    Datagrams,
+    /// A named pipe with a byte in it
+    Fifo,
+    /// Both ends of a pseudoterminal
+    Pty,
+    /// A descriptor that only names a file
+    PathOnly,
+    /// A file in /dev/shm that is mapped
+    SharedFile,
+    /// Shared memory of System V
+    SharedMemory,
+    /// A semaphore of System V
+    Semaphore,
+    /// A message queue of System V, with a message
+    MessageQueue,
+    /// A timer of POSIX that sends signals
+    PosixTimer,
+    /// A context for asynchronous I/O
+    Aio,
+    /// A netlink socket with an address
+    Netlink,
+    /// A packet socket
+    Packet,
+    /// A raw IP socket
+    Raw,
+    /// A child that has ended and was not waited for
+    Zombie,
+    /// A root of its own
+    Chroot,
+    /// A working directory that was removed
+    NoDirectory,
+    /// A nice value
+    Nice,
+    /// A scheduling policy
+    Policy,
+    /// A score for the OOM killer
+    OomScore,
+    /// No transparent huge pages
+    NoHugePages,
+    /// A name that it has given itself
+    Name,
+    /// A signal at the end of its parent
+    ParentsEnd,
+    /// A process that adopts orphans
+    Subreaper,
+    /// No new privileges
+    NoNewPrivileges,
+    /// A mask for new files
+    Umask,
+    /// A limit of open files
+    Limit,
+    /// A signal that is ignored
+    Ignored,
+    /// A seccomp filter
+    SeccompFilter,
+    /// A process that dumps no core
+    NotDumpable,
+    /// A watch of /etc
+    Watch,
+    /// A POSIX message queue
+    PosixQueue,
+    /// The CPUs that it may use
+    Affinity,
+    /// An I/O priority
+    IoPriority,
+    /// A slack of timers
+    TimerSlack,
+    /// A personality
+    Personality,
+    /// A policy for memory
+    MemoryPolicy,
 }
 
 /// Whether an object is still as it was made.
@@ -167,6 +245,12 @@ fn make(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::IpcNamespace => child("--ipc"),
         Kind::UserNamespace => child("--user"),
         Kind::PidNamespace => child("--pid"),
+        _ => make_other(kind, path),
+    }
+}
+
+fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
+    match kind {
         Kind::Bpf => open(kernel::bpf_map()?),
         Kind::PerfEvent => open(kernel::perf_event()?),
         Kind::Userfaultfd => open(kernel::userfaultfd()?),
@@ -177,6 +261,26 @@ fn make(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::Vsock => open(kernel::vsock()?),
         Kind::Mptcp => open(kernel::mptcp()?),
         Kind::Ping => ping(),
+        Kind::Epoll => files::epoll(),
+        Kind::Datagrams => files::datagrams(),
+        Kind::Fifo => files::fifo(path),
+        Kind::Pty => files::pty(),
+        Kind::PathOnly => files::path_only(path),
+        Kind::SharedFile => files::shared(),
+        Kind::Watch => files::watch(),
+        Kind::PosixQueue => open(kernel::message_queue()?),
+        Kind::SharedMemory => system_v::shared_memory(),
+        Kind::Semaphore => system_v::semaphore(),
+        Kind::MessageQueue => system_v::message_queue(),
+        Kind::PosixTimer => processes::timer(),
+        Kind::Aio => kernel::aio(),
+        Kind::Netlink => files::netlink(),
+        Kind::Packet => files::socket(kernel::packet()?),
+        Kind::Raw => files::socket(kernel::raw()?),
+        Kind::Zombie => processes::zombie(),
+        Kind::Chroot => processes::chroot(path),
+        Kind::NoDirectory => processes::no_directory(path),
+        _ => settings::kept(kind),
     }
 }
 

@@ -4,6 +4,8 @@
 //!
 //! Needs root.
 
+mod table;
+
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -12,6 +14,8 @@ use firn_lab::{
 };
 use firn_node::{Platform, wait_for};
 
+use table::{LOST, MOVES, NET, Object, REFUSED, Refused};
+
 const IMAGE: &str = "checkpoint/c";
 
 /// How long a container may take for the next lines of its log.
@@ -19,104 +23,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// What the workload `objects` writes when its object has gone.
 const GONE: &str = "it is not there any more";
-
-/// A kind of the workload `objects`, its name on the page, and options of its container.
-type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
-
-const MOVES: [Object<'_>; 14] = [
-    ("flock", "lock of a file: flock", &[]),
-    ("record-lock", "lock of a file: fcntl, of the process", &[]),
-    ("open-file-lock", "lock of a file: fcntl, of the open file", &[]),
-    (
-        "timer",
-        "timerfd, periodic, whose interval is shorter than the standstill",
-        &[],
-    ),
-    ("event", "eventfd", &[]),
-    ("signal", "signalfd, with a pending signal", &[]),
-    ("pipe", "pipe, with unread bytes", &[]),
-    ("pair", "Unix socket, connected inside, with unread bytes", &[]),
-    ("memfd", "memfd", &[]),
-    ("deleted", "file without a name", &[]),
-    ("udp", "UDP socket", &[]),
-    ("listener", "TCP socket that listens", &[]),
-    ("pidfd", "pidfd of a process of the container", &[]),
-    ("mount-namespace", "mount namespace of a process", SYS_ADMIN),
-];
-
-/// An object that is refused, how firn calls it, and what CRIU has in its log.
-type Refused = (Object<'static>, &'static str, &'static str);
-
-const REFUSED: [Refused; 13] = [
-    (
-        ("uts-namespace", "UTS namespace of a process", SYS_ADMIN),
-        "a UTS namespace",
-        "Can't dump nested uts namespace",
-    ),
-    (
-        ("ipc-namespace", "IPC namespace of a process", SYS_ADMIN),
-        "an IPC namespace",
-        "Can't dump nested ipc namespace",
-    ),
-    (
-        ("user-namespace", "user namespace of a process", SYS_ADMIN),
-        "a user namespace",
-        "Can't dump nested user namespace",
-    ),
-    (
-        ("pid-namespace", "PID namespace of a process", SYS_ADMIN),
-        "a PID namespace",
-        "Can't dump nested pid namespace",
-    ),
-    (
-        ("bpf", "BPF map", SYS_ADMIN),
-        "a BPF map",
-        "(anon anon_inode:bpf-map)",
-    ),
-    (
-        ("perf-event", "perf event", SYS_ADMIN),
-        "a perf event",
-        "(anon anon_inode:[perf_event])",
-    ),
-    (
-        ("userfaultfd", "userfaultfd", PTRACE),
-        "a userfaultfd",
-        "(anon anon_inode:[userfaultfd])",
-    ),
-    (
-        ("secret-memory", "memfd_secret", &[]),
-        "secret memory",
-        "path=/secretmem (deleted)",
-    ),
-    (
-        ("seccomp-listener", "listener of seccomp notifications", &[]),
-        "a listener of seccomp",
-        "(anon anon_inode:seccomp notify)",
-    ),
-    (
-        ("thread-pidfd", "pidfd of a thread", &[]),
-        "a pidfd of a thread",
-        "PIDFD_THREAD flag is currently not supported",
-    ),
-    (
-        ("landlock-rules", "set of Landlock rules", &[]),
-        "a set of Landlock rules",
-        "(anon anon_inode:[landlock-ruleset])",
-    ),
-    (
-        ("vsock", "vsock socket", &[]),
-        "a vsock socket",
-        "Unknown socket collected (family 40)",
-    ),
-    (
-        ("mptcp", "Multipath TCP socket", &[]),
-        "a Multipath TCP socket",
-        "Unsupported proto 262",
-    ),
-];
-
-const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
-const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
 
 /// Whether the container has a GPU, and a process that computes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,49 +64,92 @@ impl Kind {
         Ok(container)
     }
 
-    /// The object is as it was made, and the container computes. Returns the first number that was seen.
-    fn goes_on(self, host: &GpuHost, container: &Container<'_>) -> Result<u64> {
+    /// A container in which each of these objects has a process and a log of its own.
+    fn start_all<'h>(self, host: &'h GpuHost, objects: &[Object<'_>]) -> Result<Container<'h>> {
+        let start = |(kind, ..): &Object<'_>| format!("objects {kind} /object-{kind} /log-{kind} & ");
+        let script: String = objects.iter().map(start).collect();
+        let options: Vec<&str> = objects.iter().flat_map(|object| object.2).copied().collect();
+        match self {
+            Self::Plain => {
+                let options = [&["--runtime", FIRN], &options[..]].concat();
+                let script = format!("{script} wait");
+                Container::run(host, "c", &options, &["sh", "-c", &script])
+            }
+            Self::Gpu => {
+                let script = format!("{script} {COUNTER}");
+                Container::script(host, "c", &["0"], 1, &options, &script)
+            }
+        }
+    }
+
+    /// The object is as it was made, and the container computes.
+    fn goes_on(self, host: &GpuHost, container: &Container<'_>) -> Result<()> {
         if self == Self::Gpu {
             container.goes_on(3)?;
         }
-        counts_on(host, container)
+        counts_on(host, container, "log", 0).map(drop)
+    }
+
+    /// As [`Self::goes_on`], for each of these objects. `beyond`: the numbers that they have reached before.
+    /// Returns those that they have reached.
+    fn all_go_on(
+        self,
+        host: &GpuHost,
+        container: &Container<'_>,
+        objects: &[Object<'_>],
+        beyond: &[u64],
+    ) -> Result<Vec<u64>> {
+        if self == Self::Gpu {
+            container.goes_on(3)?;
+        }
+        let beyond = beyond.iter().copied().chain(std::iter::repeat(0));
+        let each = objects.iter().zip(beyond).map(|(object, beyond)| {
+            let log = format!("log-{}", object.0);
+            counts_on(host, container, &log, beyond).context(object.1.to_owned())
+        });
+        each.collect()
     }
 }
 
-/// Waits for new lines of the workload's log, which are numbers one after the other. Returns the first.
-fn counts_on(host: &GpuHost, container: &Container<'_>) -> Result<u64> {
+/// Waits until a log of the workload has three lines more than `beyond`, which are numbers one after the
+/// other from 1 on. Returns the last.
+///
+/// A copy's log begins with what ctr has copied before its checkpoint, which may lack the last numbers.
+fn counts_on(host: &GpuHost, container: &Container<'_>, log: &str, beyond: u64) -> Result<u64> {
     let path = host
         .node()
-        .path(format!("{BUNDLES}/{}/rootfs/log", container.id()));
-    let read = || std::fs::read_to_string(&path).unwrap_or_default();
-    let known = read().lines().count();
-    let new = wait_for("the log to grow", LIMIT, || {
-        let text = read();
+        .path(format!("{BUNDLES}/{}/rootfs/{log}", container.id()));
+    let read = || {
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
         let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
-        let new: Vec<String> = whole.lines().skip(known).map(str::to_owned).collect();
-        Ok((new.len() >= 3).then_some(new))
+        let number = |line: &str| line.parse().with_context(|| format!("{line:?} is no number"));
+        whole.lines().map(number).collect::<Result<Vec<u64>>>()
+    };
+    let known = read()?.len();
+    let numbers = wait_for("the log to grow", LIMIT, || {
+        let numbers = read()?;
+        let is_more = numbers.len() >= known + 3;
+        Ok((is_more && numbers.last() > Some(&beyond)).then_some(numbers))
     })?;
-    let first = new[0]
-        .parse()
-        .with_context(|| format!("{:?} is no number", new[0]))?;
-    for (line, number) in new.iter().zip(first..) {
-        ensure!(*line == format!("{number}"), "{line} in place of {number}");
+    for pair in numbers[known..].windows(2) {
+        ensure!(pair[1] == pair[0] + 1, "{} after {}", pair[1], pair[0]);
     }
-    Ok(first)
+    ensure!(numbers[known] > beyond, "it began afresh, at {}", numbers[known]);
+    Ok(numbers[numbers.len() - 1])
 }
 
 fn host(platform: Platform, name: &str) -> Result<GpuHost> {
     GpuHost::for_test(platform, name, &[SimGpu::h200(1)])
 }
 
+/// All in one container, each with a process of its own.
 fn objects_move(platform: Platform) -> Result<()> {
     on([host(platform, "ob-m")?], |[host]| {
-        // CRIU before 4.2 cannot dump such sockets on Linux 6.16 and newer.
-        let is_fit =
-            |object: &Object<'_>| platform == Platform::FORKY || !["udp", "listener"].contains(&object.0);
-        for object in MOVES.into_iter().filter(is_fit) {
-            for kind in KINDS {
-                moves(host, object, kind).with_context(|| format!("{} {}", object.1, kind.shown()))?;
+        let is_fit = |object: &Object<'_>| platform == Platform::FORKY || !NET.contains(&object.0);
+        let objects: Vec<Object<'_>> = MOVES.into_iter().filter(is_fit).collect();
+        for kind in KINDS {
+            move_all(host, &objects, kind).with_context(|| kind.shown())?;
+            for object in &objects {
                 saw_object(object.1, kind.shown(), "moves")?;
             }
         }
@@ -208,18 +157,19 @@ fn objects_move(platform: Platform) -> Result<()> {
     })
 }
 
-fn moves(host: &GpuHost, object: Object<'_>, kind: Kind) -> Result<()> {
-    let container = kind.start(host, object)?;
+fn move_all(host: &GpuHost, objects: &[Object<'_>], kind: Kind) -> Result<()> {
+    let container = kind.start_all(host, objects)?;
+    kind.all_go_on(host, &container, objects, &[])?;
     host.node().run(&["firn", "audit", "c"])?;
     // A copy that began afresh would have to come this far first.
-    let before = counts_on(host, &container)?;
+    let before = kind.all_go_on(host, &container, objects, &[])?;
     container.checkpoint(IMAGE)?;
-    kind.goes_on(host, &container).context("after the checkpoint")?;
+    kind.all_go_on(host, &container, objects, &before)
+        .context("after the checkpoint")?;
     container.remove()?;
     let (copy, _) = Container::restore(host, "c", IMAGE, kind.counters())?;
-    let first = counts_on(host, &copy).context("the copy")?;
-    ensure!(first > before, "the copy started afresh");
-    kind.goes_on(host, &copy).context("the copy")?;
+    kind.all_go_on(host, &copy, objects, &before)
+        .context("the copy")?;
     copy.remove()?;
     host.remove_image(IMAGE)
 }
@@ -248,6 +198,16 @@ fn outcome(kind: Kind) -> &'static str {
 
 fn expect_refusal(host: &GpuHost, (object, shown, of_criu): Refused, kind: Kind) -> Result<()> {
     let container = kind.start(host, object)?;
+    expect_refused(host, container, shown, of_criu, kind)
+}
+
+fn expect_refused(
+    host: &GpuHost,
+    container: Container<'_>,
+    shown: &str,
+    of_criu: &str,
+    kind: Kind,
+) -> Result<()> {
     audit_refuses(host, "FIRN-OBJECT", shown)?;
     let (before, length) = (host.runc_calls("checkpoint")?, host.log_length()?);
     let output = failure(container.checkpoint(IMAGE))?;
@@ -280,6 +240,73 @@ fn audit_refuses(host: &GpuHost, code: &str, shown: &str) -> Result<()> {
     let is_refused = audit.contains(code) && audit.contains(shown) && audit.contains("rc 1");
     ensure!(is_refused, "{audit}");
     Ok(())
+}
+
+/// CRIU reads the mounts of a container from its first process, which sees none in a chroot.
+fn a_chroot_of_the_first_process_is_refused(platform: Platform) -> Result<()> {
+    const OBJECT: Object<'_> = ("chroot", "root of its own (chroot), of a child", &[]);
+    const FIRST: &str = "root of its own (chroot), of the first process";
+    on([host(platform, "ob-c")?], |[host]| {
+        host.watch_runc()?;
+        for kind in KINDS {
+            let container = match kind {
+                Kind::Plain => kind.start(host, OBJECT)?,
+                Kind::Gpu => {
+                    let script = format!("{COUNTER} & exec objects chroot /object /log");
+                    let container = Container::script(host, "c", &["0"], 1, &[], &script)?;
+                    kind.goes_on(host, &container)?;
+                    container
+                }
+            };
+            let shown = "a root directory other than the container's";
+            expect_refused(host, container, shown, "mountinfo", kind)?;
+            saw_object(FIRST, kind.shown(), outcome(kind))?;
+        }
+        move_all(host, &[OBJECT], Kind::Gpu)?;
+        saw_object(OBJECT.1, Kind::Gpu.shown(), "moves")?;
+        host.idle()
+    })
+}
+
+/// Nothing fails for them, and the copy runs without them.
+fn settings_are_lost_and_the_audit_names_them(platform: Platform) -> Result<()> {
+    on([host(platform, "ob-l")?], |[host]| {
+        for kind in KINDS {
+            lose_all(host, kind).with_context(|| kind.shown())?;
+            for (object, shown) in LOST {
+                let outcome = match shown {
+                    Some(_) => "a copy has it no more; `firn audit` names it",
+                    None => "a copy has it no more; it cannot be seen from outside",
+                };
+                saw_object(object.1, kind.shown(), outcome)?;
+            }
+        }
+        host.idle()
+    })
+}
+
+fn lose_all(host: &GpuHost, kind: Kind) -> Result<()> {
+    let objects = LOST.map(|(object, _)| object);
+    let container = kind.start_all(host, &objects)?;
+    kind.all_go_on(host, &container, &objects, &[])?;
+    let audit = host.node().run(&["firn", "audit", "c"])?.stdout;
+    for shown in LOST.iter().filter_map(|(_, shown)| *shown) {
+        ensure!(audit.contains(&format!("(objects): {shown}")), "{audit}");
+    }
+    container.checkpoint(IMAGE)?;
+    kind.all_go_on(host, &container, &objects, &[])
+        .context("after the checkpoint")?;
+    container.remove()?;
+    let (copy, _) = Container::restore(host, "c", IMAGE, kind.counters())?;
+    for (kind, name, _) in objects {
+        wait_for("the copy to miss it", LIMIT, || {
+            let last = copy.exec(&["tail", "-n", "1", &format!("/log-{kind}")])?;
+            Ok(last.contains(GONE).then_some(()))
+        })
+        .with_context(|| name)?;
+    }
+    copy.remove()?;
+    host.remove_image(IMAGE)
 }
 
 /// CRIU makes a ping socket again, and does not connect it: nothing shows that but the copy.
@@ -354,7 +381,7 @@ fn a_user_namespace_is_refused(platform: Platform) -> Result<()> {
             "--remap-labels",
         ];
         let container = Container::run(host, "c", &options, &["objects", "event", "/object", "/log"])?;
-        counts_on(host, &container)?;
+        counts_on(host, &container, "log", 0)?;
         container.checkpoint(IMAGE)?;
         container.remove()?;
         let output = failure(Container::restore(host, "c", IMAGE, 0))?;
@@ -424,6 +451,8 @@ pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         objects_move [FORKY, TRIXIE];
         objects_are_refused [FORKY, TRIXIE];
+        settings_are_lost_and_the_audit_names_them [FORKY, TRIXIE];
+        a_chroot_of_the_first_process_is_refused [FORKY, TRIXIE];
         a_connected_ping_socket_is_refused [FORKY];
         a_user_namespace_is_refused [FORKY, TRIXIE];
         a_read_only_root_stays_so [FORKY, TRIXIE];

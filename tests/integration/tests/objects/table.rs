@@ -1,0 +1,153 @@
+//! The objects of the suite: the kinds that the workload `objects` makes, and what becomes of each.
+
+/// A kind of the workload `objects`, its name on the page, and options of its container.
+pub(super) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
+
+pub(super) const MOVES: [Object<'_>; 44] = [
+    ("flock", "lock of a file: flock", &[]),
+    ("record-lock", "lock of a file: fcntl, of the process", &[]),
+    ("open-file-lock", "lock of a file: fcntl, of the open file", &[]),
+    (
+        "timer",
+        "timerfd, periodic, whose interval is shorter than the standstill",
+        &[],
+    ),
+    ("event", "eventfd", &[]),
+    ("signal", "signalfd, with a pending signal", &[]),
+    ("pipe", "pipe, with unread bytes", &[]),
+    ("pair", "Unix socket, connected inside, with unread bytes", &[]),
+    ("memfd", "memfd", &[]),
+    ("deleted", "file without a name", &[]),
+    ("udp", "UDP socket", &[]),
+    ("listener", "TCP socket that listens", &[]),
+    ("pidfd", "pidfd of a process of the container", &[]),
+    ("mount-namespace", "mount namespace of a process", SYS_ADMIN),
+    ("epoll", "epoll, with a pipe that can be read", &[]),
+    ("datagrams", "Unix datagram sockets, with unread messages", &[]),
+    ("fifo", "named pipe, with unread bytes", &[]),
+    ("pty", "pseudoterminal, both ends", &[]),
+    ("path-only", "descriptor that only names a file (O_PATH)", &[]),
+    ("shared-file", "file in /dev/shm, mapped", &[]),
+    ("shared-memory", "shared memory of System V", &[]),
+    ("semaphore", "semaphore of System V", &[]),
+    ("message-queue", "message queue of System V, with a message", &[]),
+    ("posix-timer", "POSIX timer, periodic, that sends signals", &[]),
+    ("aio", "context for asynchronous I/O (aio)", &[]),
+    ("netlink", "netlink socket", &[]),
+    ("packet", "packet socket", &[]),
+    ("raw", "raw IP socket", &[]),
+    ("zombie", "child that was not waited for", &[]),
+    ("no-directory", "working directory that was removed", &[]),
+    ("nice", "nice value", &[]),
+    ("policy", "scheduling policy", &[]),
+    ("oom-score", "score for the OOM killer", &[]),
+    ("no-huge-pages", "no transparent huge pages (prctl)", &[]),
+    ("name", "name of a process", &[]),
+    ("parents-end", "signal at the end of its parent", &[]),
+    ("subreaper", "process that adopts orphans", &[]),
+    ("no-new-privileges", "no new privileges", &[]),
+    ("umask", "mask for new files (umask)", &[]),
+    ("limit", "limit of a process (rlimit)", &[]),
+    ("ignored", "signal that is ignored", &[]),
+    ("seccomp-filter", "seccomp filter", &[]),
+    ("not-dumpable", "process that dumps no core", &[]),
+    ("watch", "inotify of /etc", &[]),
+];
+
+/// A setting that no copy has, and how `firn audit` calls it; `None` if it cannot be seen.
+pub(super) const LOST: [(Object<'_>, Option<&str>); 5] = [
+    (("affinity", "CPU affinity", &[]), Some("CPU affinity (0)")),
+    (
+        ("io-priority", "I/O priority", &[]),
+        Some("I/O priority (best-effort, 7)"),
+    ),
+    (
+        ("timer-slack", "slack of timers", &[]),
+        Some("timer slack (77000 ns)"),
+    ),
+    (("personality", "personality", &[]), Some("personality (0x40000)")),
+    (("memory-policy", "policy for memory", SYS_NICE), None),
+];
+
+/// An object that is refused, how firn calls it, and what CRIU has in its log.
+pub(super) type Refused = (Object<'static>, &'static str, &'static str);
+
+pub(super) const REFUSED: [Refused; 14] = [
+    (
+        ("uts-namespace", "UTS namespace of a process", SYS_ADMIN),
+        "a UTS namespace",
+        "Can't dump nested uts namespace",
+    ),
+    (
+        ("ipc-namespace", "IPC namespace of a process", SYS_ADMIN),
+        "an IPC namespace",
+        "Can't dump nested ipc namespace",
+    ),
+    (
+        ("user-namespace", "user namespace of a process", SYS_ADMIN),
+        "a user namespace",
+        "Can't dump nested user namespace",
+    ),
+    (
+        ("pid-namespace", "PID namespace of a process", SYS_ADMIN),
+        "a PID namespace",
+        "Can't dump nested pid namespace",
+    ),
+    (
+        ("bpf", "BPF map", SYS_ADMIN),
+        "a BPF map",
+        "(anon anon_inode:bpf-map)",
+    ),
+    (
+        ("perf-event", "perf event", SYS_ADMIN),
+        "a perf event",
+        "(anon anon_inode:[perf_event])",
+    ),
+    (
+        ("userfaultfd", "userfaultfd", PTRACE),
+        "a userfaultfd",
+        "(anon anon_inode:[userfaultfd])",
+    ),
+    (
+        ("secret-memory", "memfd_secret", &[]),
+        "secret memory",
+        "path=/secretmem (deleted)",
+    ),
+    (
+        ("seccomp-listener", "listener of seccomp notifications", &[]),
+        "a listener of seccomp",
+        "(anon anon_inode:seccomp notify)",
+    ),
+    (
+        ("thread-pidfd", "pidfd of a thread", &[]),
+        "a pidfd of a thread",
+        "PIDFD_THREAD flag is currently not supported",
+    ),
+    (
+        ("landlock-rules", "set of Landlock rules", &[]),
+        "a set of Landlock rules",
+        "(anon anon_inode:[landlock-ruleset])",
+    ),
+    (
+        ("vsock", "vsock socket", &[]),
+        "a vsock socket",
+        "Unknown socket collected (family 40)",
+    ),
+    (
+        ("posix-queue", "POSIX message queue", &[]),
+        "a POSIX message queue",
+        "Can't lookup mount=",
+    ),
+    (
+        ("mptcp", "Multipath TCP socket", &[]),
+        "a Multipath TCP socket",
+        "Unsupported proto 262",
+    ),
+];
+
+pub(super) const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
+pub(super) const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
+pub(super) const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
+
+/// Sockets that CRIU before 4.2 cannot dump on Linux 6.16 and newer.
+pub(super) const NET: [&str; 4] = ["udp", "listener", "packet", "raw"];
