@@ -1,8 +1,9 @@
-//! Settings of a process that a copy of it has not: CRIU dumps none of them, and nothing fails for it.
+//! Settings of a process that a copy of it has not: CRIU restores none, and nothing fails for it.
 //!
 //! A policy for memory (`set_mempolicy`) and a session keyring are lost, too, and cannot be seen from
 //! outside.
 
+use std::collections::BTreeSet;
 use std::fs;
 
 use firn_host::procfs;
@@ -11,6 +12,9 @@ use crate::sys;
 
 /// The slack of the timers of a thread that has set none, in nanoseconds.
 const SLACK: &str = "50000";
+
+/// More CPUs than a machine has.
+const MOST_CPUS: usize = 1 << 16;
 
 /// The classes of I/O priorities.
 const CLASSES: [&str; 4] = ["none", "real-time", "best-effort", "idle"];
@@ -55,7 +59,22 @@ fn affinity(tid: i32, all: &str) -> Option<String> {
         .lines()
         .find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
     let allowed = allowed.trim();
-    (allowed != all).then(|| format!("CPU affinity ({allowed})"))
+    // It may have more: CPUs that are not online.
+    let is_less = !cpus_of(allowed).is_superset(&cpus_of(all));
+    is_less.then(|| format!("CPU affinity ({allowed})"))
+}
+
+/// The numbers of a list such as `0-3,8`.
+fn cpus_of(list: &str) -> BTreeSet<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    };
+    list.split(',')
+        .filter_map(range)
+        .flatten()
+        .take(MOST_CPUS)
+        .collect()
 }
 
 /// One that was set: the kernel derives it from policy and nice value otherwise.
@@ -65,7 +84,7 @@ fn io_priority(tid: i32) -> Option<String> {
     let (class, level) = (value >> 13, value & 7);
     let nice: i32 = procfs::stat_field(tid, 16)?.parse().ok()?;
     let derived = match procfs::stat_field(tid, 38)?.as_str() {
-        "1" | "2" => 1,
+        "1" | "2" | "6" => 1,
         IDLE_POLICY => 3,
         _ => 2,
     };
@@ -116,6 +135,14 @@ mod tests {
             }
             std::thread::yield_now();
         }
+    }
+
+    #[test]
+    fn cpus_that_are_not_online_count_for_nothing() {
+        assert_eq!(cpus_of("0-2,8\n"), BTreeSet::from([0, 1, 2, 8]));
+        assert!(cpus_of("0-127").is_superset(&cpus_of("0-3")));
+        assert!(!cpus_of("0-1").is_superset(&cpus_of("0-3")));
+        assert_eq!(cpus_of(""), BTreeSet::new());
     }
 
     #[test]

@@ -176,8 +176,6 @@ struct Filled {
 /// A checkpoint that the container is to end with.
 struct Ends {
     proof: EndProof,
-    /// Whether it still stands still for this command.
-    stands: Result<(), CheckpointError>,
     /// What a store has of it.
     memory: Option<InStore>,
 }
@@ -201,30 +199,23 @@ async fn filled(
         steps.end();
     }
     // Order matters: next to a checkpoint on its disk it does not run again by itself. Where this fails, the
-    // checkpoint stays.
-    let stands = source.stay_paused().await;
+    // end asks again, and the checkpoint stays.
+    let _kept = source.stay_paused().await;
     let proof = target.durable(steps).await?;
     // Order matters: from here on the checkpoint stays.
     let memory = pinned(manifest).await;
     Ok(Filled {
         bytes,
-        ends: Some(Ends {
-            proof,
-            stands,
-            memory,
-        }),
+        ends: Some(Ends { proof, memory }),
     })
 }
 
-/// Ends the container, if it still stands still for this command.
-async fn end(
-    source: &Source,
-    stands: Result<(), CheckpointError>,
-    proof: EndProof,
-    steps: &mut Steps,
-) -> Result<(), CheckpointError> {
-    stands?;
-    source.end(proof, steps).await
+/// Ends the container, unless somebody has resumed it since: a pause that is there by now is his.
+async fn end(source: &Source, proof: EndProof, steps: &mut Steps) -> Result<(), CheckpointError> {
+    match source.stay_paused().await {
+        Err(error @ CheckpointError::NotOurs { .. }) => Err(error),
+        _ => source.end(proof, steps).await,
+    }
 }
 
 /// What a store has of the checkpoint, which is pinned there. A store that does not answer keeps no container
@@ -292,7 +283,7 @@ async fn checkpoint(
     let ended = match done.as_mut().map(|filled| filled.ends.take()) {
         Ok(Some(ends)) => {
             memory = ends.memory;
-            let ended = end(&source, ends.stands, ends.proof, steps).await;
+            let ended = end(&source, ends.proof, steps).await;
             ended.map_err(|error| error.with(place.shown()))
         }
         Ok(None) => source.resume(StaysHere::never_sent()).await,

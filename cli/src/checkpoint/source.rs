@@ -134,15 +134,11 @@ impl Source {
             steps.begin("pause");
         }
         self.paused_for = self.paused_by_shim().await?;
-        if self.paused_for.is_none()
-            && !self.was_paused
-            && let Err(failed) = self.containerd.pause(self.id()).await
-        {
-            // Its user has paused it since it was looked at.
-            let refused = !failed.is_lost();
-            self.was_paused = refused && self.state().await? == Some(TaskState::Paused);
+        if self.paused_for.is_none() && !self.was_paused {
+            // Its user may have paused it since it was looked at.
+            self.was_paused = self.state().await? == Some(TaskState::Paused);
             if !self.was_paused {
-                return Err(failed.into());
+                self.containerd.pause(self.id()).await?;
             }
         }
         if self.paused_for.is_some() && self.was_paused {
@@ -189,20 +185,20 @@ impl Source {
             let Err(failed) = self.annotate(names::ANNOTATION_PAUSE_KEPT, own).await else {
                 return Ok(());
             };
-            if failed.is_lost() {
-                if Instant::now() > until {
-                    return Err(failed.into());
+            let failed = match self.state().await {
+                Ok(None | Some(TaskState::Stopped)) => return Ok(()),
+                Ok(_) if !failed.is_lost() => {
+                    self.is_anothers.store(true, Ordering::Relaxed);
+                    let id = self.id().to_owned();
+                    return Err(CheckpointError::NotOurs { id });
                 }
-                sleep(POLL).await;
-                continue;
+                Ok(_) => failed,
+                Err(error) => error,
+            };
+            if !failed.is_lost() || Instant::now() > until {
+                return Err(failed.into());
             }
-            if let None | Some(TaskState::Stopped) = self.state().await? {
-                return Ok(());
-            }
-            self.is_anothers.store(true, Ordering::Relaxed);
-            return Err(CheckpointError::NotOurs {
-                id: self.id().to_owned(),
-            });
+            sleep(POLL).await;
         }
     }
 
@@ -510,7 +506,7 @@ mod tests {
         assert_eq!(paused_after(done, done, PAUSED), ([0, 1], true, false));
         assert_eq!(paused_after(done, done, UNKNOWN), ([0, 1], true, false));
         // Its user has paused it since it was looked at.
-        assert_eq!(paused_after(refused, refused, PAUSED), ([1, 0], false, true));
+        assert_eq!(paused_after(refused, refused, PAUSED), ([0, 0], false, true));
     }
 
     /// What containerd answers when a command withdraws its name, and then whether its pause is its own.
@@ -546,6 +542,25 @@ mod tests {
             if let Err(error) = kept {
                 assert!(error.shown().contains("FIRN-FREEZER: "), "{}", error.shown());
             }
+        }
+    }
+
+    #[test]
+    fn a_container_whose_pause_is_anothers_by_now_is_not_ended() {
+        for (kept, kills) in [(refused as fn() -> Reply, 0), (done, 1)] {
+            let fake = Fake::new(move |call, _| match call {
+                "Tasks/Update" => kept(),
+                "Tasks/Get" => paused(),
+                _ => done(),
+            });
+            let dir = tempfile::tempdir().unwrap();
+            let ended = block_on(async {
+                let mut source = source(&fake, dir.path()).await;
+                source.paused_for = ProcessTag::own();
+                crate::checkpoint::end(&source, EndProof::of_test(), &mut Steps::new(true)).await
+            });
+            assert_eq!(ended.unwrap().is_ok(), kills == 1);
+            assert_eq!(fake.count("Tasks/Kill"), kills);
         }
     }
 

@@ -3,6 +3,7 @@
 
 use std::io::{self, Write};
 use std::process::ChildStdin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -103,8 +104,10 @@ impl<'a> There<'a> {
             index: &part,
             parts: &parts,
         };
+        let is_another = AtomicBool::new(false);
         let last = async || {
-            source.stay_paused().await?;
+            let kept = source.stay_paused().await;
+            kept.inspect_err(|_| is_another.store(true, Ordering::Relaxed))?;
             transfer.send_last();
             Ok::<_, MoveError>(())
         };
@@ -124,6 +127,8 @@ impl<'a> There<'a> {
         steps.end();
         match written {
             Ok(bytes) => Ok((remote, bytes)),
+            // The other node has no part in it.
+            Err(error) if is_another.load(Ordering::Relaxed) => Err(error),
             // A node that refuses closes the stream, and answers why.
             Err(error) => match remote.answer(self.limits.look).await {
                 Ok(answer) if is_failure(&answer) => Err(self.refused(&answer)),

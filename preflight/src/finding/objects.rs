@@ -196,7 +196,10 @@ fn of_process(proc_root: &Path, init: i32, pid: i32) -> Result<Option<Vec<(Objec
     let Some(files) = open_files(proc_root, pid)? else {
         return Ok(None);
     };
-    let mut queues = Queues::of(&process);
+    let mut queues = Queues {
+        processes: [proc_root.join(init.to_string()), process.clone()],
+        devices: None,
+    };
     for (fd, to) in files {
         let link = to.as_os_str().as_bytes();
         let object = if socket_inode(&to).is_some() {
@@ -297,33 +300,28 @@ fn has_other_root(process: &Path) -> bool {
 }
 
 /// The POSIX message queues of a process, which are on a mount of their own that nobody sees.
-struct Queues<'a> {
-    process: &'a Path,
+struct Queues {
+    /// The first process, and the one that has them, which may see less.
+    processes: [PathBuf; 2],
     /// The file systems that queues are on, as `major:minor`; read when it is needed.
     devices: Option<Vec<String>>,
 }
 
-impl<'a> Queues<'a> {
-    fn of(process: &'a Path) -> Self {
-        Self {
-            process,
-            devices: None,
-        }
-    }
-
+impl Queues {
     /// Whether a descriptor is one. Order matters: a file server may not answer, so only a name that a queue
     /// can have is looked at, and the kernel is asked for nothing but what it knows.
     fn has(&mut self, fd: i32, link: &[u8]) -> bool {
         let is_name = link.first() == Some(&b'/') && !link[1..].contains(&b'/');
-        let path = self.process.join("fd").join(fd.to_string());
+        let path = self.processes[1].join("fd").join(fd.to_string());
         let look = || statx(CWD, &path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE).ok();
         let Some(file) = is_name.then(look).flatten() else {
             return false;
         };
         let device = format!("{}:{}", file.stx_dev_major, file.stx_dev_minor);
         let devices = self.devices.get_or_insert_with(|| {
-            let mounts = mountinfo::read(&self.process.join("mountinfo")).unwrap_or_default();
-            let queues = mounts.into_iter().filter(|mount| mount.fs_type == "mqueue");
+            let mounts = |process: &PathBuf| mountinfo::read(&process.join("mountinfo")).unwrap_or_default();
+            let mounts = self.processes.iter().flat_map(mounts);
+            let queues = mounts.filter(|mount| mount.fs_type == "mqueue");
             queues.map(|mount| mount.device).collect()
         });
         devices.contains(&device)

@@ -56,7 +56,7 @@ pub(super) const MOVES: [Object<'_>; 44] = [
 
 /// A setting that no copy has, and how `firn audit` calls it; `None` if it cannot be seen.
 pub(super) const LOST: [(Object<'_>, Option<&str>); 5] = [
-    (("affinity", "CPU affinity", &[]), Some("CPU affinity (0)")),
+    (("affinity", "CPU affinity", &[]), Some("CPU affinity (")),
     (
         ("io-priority", "I/O priority", &[]),
         Some("I/O priority (best-effort, 7)"),

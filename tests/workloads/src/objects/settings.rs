@@ -44,9 +44,11 @@ fn set(kind: Kind) -> io::Result<()> {
         Kind::SeccompFilter => kernel::seccomp_filter()?,
         Kind::NotDumpable => prctl::set_dumpable(false)?,
         Kind::Affinity => {
-            let mut first = CpuSet::new();
-            first.set(0)?;
-            sched_setaffinity(Pid::from_raw(0), &first)?;
+            let all = sched_getaffinity(Pid::from_raw(0))?;
+            let last = (0..CpuSet::count()).rfind(|cpu| all.is_set(*cpu) == Ok(true));
+            let mut one = CpuSet::new();
+            one.set(last.unwrap_or(0))?;
+            sched_setaffinity(Pid::from_raw(0), &one)?;
         }
         Kind::IoPriority => kernel::set_io_priority(IO_PRIORITY)?,
         Kind::TimerSlack => prctl::set_timerslack(77_000)?,
