@@ -109,6 +109,12 @@ pub fn is_traced(tid: i32) -> bool {
     field(&format!("{tid}/status"), "TracerPid:").is_some_and(|pid| pid.trim() != "0")
 }
 
+/// The CPUs that a thread may use, as the kernel writes the list.
+pub fn allowed_cpus(tid: i32) -> Option<String> {
+    let list = field(&format!("{tid}/status"), "Cpus_allowed_list:")?;
+    Some(list.trim().to_owned())
+}
+
 /// Name of a process, for messages.
 pub fn comm(pid: i32) -> String {
     proc_maps::comm(Path::new("/proc"), pid)

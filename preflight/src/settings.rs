@@ -54,13 +54,9 @@ fn what(pid: i32, cpus: Option<&str>) -> Vec<String> {
 }
 
 fn affinity(tid: i32, all: &str) -> Option<String> {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
-    let allowed = status
-        .lines()
-        .find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
-    let allowed = allowed.trim();
+    let allowed = procfs::allowed_cpus(tid)?;
     // It may have more: CPUs that are not online.
-    let is_less = !cpus_of(allowed).is_superset(&cpus_of(all));
+    let is_less = !cpus_of(&allowed).is_superset(&cpus_of(all));
     is_less.then(|| format!("CPU affinity ({allowed})"))
 }
 

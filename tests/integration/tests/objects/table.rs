@@ -145,9 +145,9 @@ pub(super) const REFUSED: [Refused; 14] = [
     ),
 ];
 
-pub(super) const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
-pub(super) const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
-pub(super) const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
+const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
+const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
+const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
 
 /// Sockets that CRIU before 4.2 cannot dump on Linux 6.16 and newer.
 pub(super) const NET: [&str; 4] = ["udp", "listener", "packet", "raw"];
