@@ -120,7 +120,7 @@ impl Candidate {
             pid: self.pid,
             was_paused: self.was_paused,
             paused_for: None,
-            is_anothers: AtomicBool::new(false),
+            not_ours: AtomicBool::new(false),
             _alone: self.alone,
         })
     }

@@ -72,7 +72,7 @@ pub struct Source {
     /// The shim resumes it if this command is killed.
     pub(super) paused_for: Option<ProcessTag>,
     /// Somebody has resumed it since, and paused it for himself.
-    pub(super) is_anothers: AtomicBool,
+    pub(super) not_ours: AtomicBool,
     pub(super) _alone: Alone,
 }
 
@@ -188,7 +188,7 @@ impl Source {
             let failed = match self.state().await {
                 Ok(None | Some(TaskState::Stopped)) => return Ok(()),
                 Ok(_) if !failed.is_lost() => {
-                    self.is_anothers.store(true, Ordering::Relaxed);
+                    self.not_ours.store(true, Ordering::Relaxed);
                     let id = self.id().to_owned();
                     return Err(CheckpointError::NotOurs { id });
                 }
@@ -306,7 +306,7 @@ impl Source {
     /// Order matters: the shim resumes it after the rollback of a checkpoint that was interrupted, for which
     /// the call waits. What the freezer is in the middle of one means nothing.
     pub async fn resume(&self, _proof: StaysHere) -> Result<(), CheckpointError> {
-        if self.was_paused || self.is_anothers.load(Ordering::Relaxed) {
+        if self.was_paused || self.not_ours.load(Ordering::Relaxed) {
             return Ok(());
         }
         let until = Instant::now() + ROLLBACK;

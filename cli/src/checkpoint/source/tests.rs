@@ -38,7 +38,7 @@ async fn source(fake: &Fake, dir: &Path) -> Source {
         pid: PID,
         was_paused: false,
         paused_for: None,
-        is_anothers: AtomicBool::new(false),
+        not_ours: AtomicBool::new(false),
         _alone: Alone::take(dir, "default", "job").unwrap().unwrap(),
     }
 }
@@ -110,7 +110,7 @@ fn a_shim_that_does_not_pause_for_a_command_gets_a_plain_pause() {
 
 /// What containerd answers when a command withdraws its name, and then whether its pause is its own.
 #[test]
-fn a_pause_that_is_anothers_by_now_is_left_alone() {
+fn a_pause_that_not_ours_by_now_is_left_alone() {
     for (kept, now, wanted) in [
         (refused as fn() -> Reply, status::PAUSED, false),
         (refused, status::RUNNING, false),
@@ -145,7 +145,7 @@ fn a_pause_that_is_anothers_by_now_is_left_alone() {
 }
 
 #[test]
-fn a_container_whose_pause_is_anothers_by_now_is_not_ended() {
+fn a_container_whose_pause_not_ours_by_now_is_not_ended() {
     for (kept, kills) in [(refused as fn() -> Reply, 0), (done, 1)] {
         let fake = Fake::new(move |call, _| match call {
             "Tasks/Update" => kept(),
