@@ -72,6 +72,9 @@ pub const ANNOTATION_IPC: &str = "firn.dev/ipc";
 /// Annotation: `none` asserts that no GPU of a process accesses the memory of another one.
 pub const ANNOTATION_PEER_ACCESS: &str = "firn.dev/peer-access";
 
+/// Annotation: `any` lets a copy continue on a CPU that lacks instructions of the source's.
+pub const ANNOTATION_CPU: &str = "firn.dev/cpu";
+
 /// Annotation: `released-by-hook` asserts that no process holds any accelerator once the prepare hook was
 /// called. The checkpoint then holds nothing of any device.
 pub const ANNOTATION_GPU: &str = "firn.dev/gpu";
@@ -174,7 +177,7 @@ pub const FIRNS: &str = "firn.dev/";
 
 /// firn's annotations that a given spec may have. Whoever writes a spec may set them, as the author of a pod:
 /// they may cost the container its own state and give it nothing.
-pub const ANNOTATIONS_OF_SPECS: [&str; 18] = [
+pub const ANNOTATIONS_OF_SPECS: [&str; 19] = [
     ANNOTATION_GPU_MAP,
     ANNOTATION_REMAP_POLICY,
     ANNOTATION_RESTORE_FROM,
@@ -184,6 +187,7 @@ pub const ANNOTATIONS_OF_SPECS: [&str; 18] = [
     ANNOTATION_GPU,
     ANNOTATION_NCCL,
     ANNOTATION_PEER_ACCESS,
+    ANNOTATION_CPU,
     ANNOTATION_EXEC,
     ANNOTATION_TCP,
     ANNOTATION_BULK,

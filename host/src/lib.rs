@@ -9,6 +9,7 @@ pub mod atomic_file;
 pub mod bounded;
 pub mod cgroup_mounts;
 pub mod clock;
+mod cpu;
 mod deleted_name;
 pub mod durable;
 mod file_id;
@@ -27,6 +28,7 @@ mod rfc3339;
 mod unless_absent;
 
 pub use alone::Alone;
+pub use cpu::CpuFeatures;
 pub use deleted_name::{CriuLinks, DeletedName};
 pub use file_id::FileId;
 pub use firn_host_derive::Problem;

@@ -42,6 +42,7 @@ pub fn manifest(gpus: &[u8]) -> Manifest {
             in_use: true,
         }],
         topology: Topology::default(),
+        cpu: Default::default(),
         versions: Versions {
             firn: "0.1.0".into(),
             ..Versions::default()

@@ -32,6 +32,7 @@ use std::sync::atomic::AtomicBool;
 
 use firn_config::names;
 use firn_gpu::{Backend, CudaState, Topology};
+use firn_host::CpuFeatures;
 use firn_host::bounded::read_at_most;
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +87,9 @@ pub struct Manifest {
     pub bulk: Option<StoredMemory>,
     /// Bind mounts that the restore needs.
     pub mounts: Vec<RequiredMount>,
+    /// What the source's CPU could do. Images of older versions do not have it.
+    #[serde(default, skip_serializing_if = "CpuFeatures::is_empty")]
+    pub cpu: CpuFeatures,
     /// Programs that made the dump.
     pub versions: Versions,
     /// CRIU's files.

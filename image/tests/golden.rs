@@ -151,6 +151,7 @@ fn gpu() -> Manifest {
                 in_use: false,
             },
         ],
+        cpu: Default::default(),
         versions: Versions {
             firn: "0.1.0".to_owned(),
             criu: "4.2".to_owned(),

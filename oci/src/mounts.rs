@@ -207,6 +207,19 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
     Ok(binds.map(required).collect())
 }
 
+/// Looks for the source of every bind mount of a spec that nothing is edited in. A relative source starts at
+/// the bundle.
+pub fn expect_sources(spec: &Spec, bundle: &Path) -> Result<(), MountError> {
+    let mut binds = spec.mounts()?.into_iter().filter(SpecMount::is_bind);
+    match binds.find(|mount| !bundle.join(&mount.source).exists()) {
+        None => Ok(()),
+        Some(mount) => Err(MountError::SourceMissing {
+            source_path: mount.source,
+            destination: mount.destination,
+        }),
+    }
+}
+
 /// Finds the edits after which every mount of the spec has a source, and every mount that the checkpoint
 /// needs is in the spec. A relative source starts at the bundle. `empty` is firn's empty file in the bundle;
 /// the caller makes it before anything is mounted.

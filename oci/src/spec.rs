@@ -23,6 +23,7 @@ pub use self::author::Author;
 pub use self::device_changes::{Access, DeviceChange};
 pub use self::devices::{DeviceRule, SpecDevice, parse_device};
 pub use self::privileges::{Asks, Profile, capability};
+use crate::device_class;
 use firn_host::bounded::read_at_most;
 use firn_host::ordered::map_of;
 use firn_host::{Problem, atomic_file};
@@ -175,6 +176,24 @@ impl Spec {
     /// Hooks that run when the container is created, in its namespaces. `runc restore` runs none of them.
     pub fn create_hooks(&self) -> impl Iterator<Item = Hook> {
         self.well_formed("/hooks/createContainer")
+    }
+
+    /// Programs of the hooks that `runc restore` runs on the node, without those that give GPUs: firn removes
+    /// them.
+    pub fn restore_hooks(&self) -> impl Iterator<Item = &Path> {
+        let stages = ["/hooks/prestart", "/hooks/createRuntime"];
+        let hooks = stages.into_iter().flat_map(|stage| self.array(stage));
+        let is_run = |hook: &&Value| !device_class::gives_gpus(hook) && !device_class::limits_memory(hook);
+        hooks
+            .filter(is_run)
+            .filter_map(|hook| hook["path"].as_str().map(Path::new))
+    }
+
+    /// Files of the namespaces that the container joins.
+    pub fn namespace_paths(&self) -> impl Iterator<Item = &Path> {
+        let namespaces = self.array("/linux/namespaces").iter();
+        let paths = namespaces.filter_map(|namespace| namespace["path"].as_str());
+        paths.filter(|path| !path.is_empty()).map(Path::new)
     }
 
     /// Values of an environment variable. Programs disagree about which of several counts.

@@ -5,6 +5,7 @@
 //! disk space. They change nothing.
 #![deny(unsafe_code)]
 
+mod addresses;
 mod check;
 mod environment;
 mod finding;
@@ -13,8 +14,10 @@ pub mod fixtures;
 mod refusal;
 mod settings;
 mod sys;
+mod target;
 mod workload;
 
+pub use addresses::Address;
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused, expect_criu};
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
@@ -23,4 +26,5 @@ pub use finding::{
 };
 pub use refusal::Refusal;
 pub use settings::{LostSettings, lost_settings};
+pub use target::{Unfit, expect_addresses, expect_cpu, expect_named};
 pub use workload::{Assertions, Capacity, OtherVendors, STARTS, STARTS_LOOK, Workload};

@@ -37,6 +37,10 @@ pub struct MoveArgs {
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
     #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
     pub gpu_map: Option<String>,
+    /// Do not compare the CPUs of both nodes (firn.dev/cpu). Programs that use instructions which the other
+    /// node's CPU lacks end with SIGILL there.
+    #[arg(long, value_name = "any", value_parser = ["any"])]
+    pub cpu: Option<String>,
     #[command(flatten)]
     pub overrides: OverrideArgs,
     /// Only check both nodes.

@@ -56,6 +56,10 @@ pub struct RestoreArgs {
     /// Which GPU becomes which: pairs `GPU-old=GPU-new` with commas.
     #[arg(long, value_name = "PAIRS", conflicts_with = "gpus")]
     pub gpu_map: Option<String>,
+    /// Do not compare the CPUs of both nodes (firn.dev/cpu). Programs that use instructions which this node's
+    /// CPU lacks end with SIGILL.
+    #[arg(long, value_name = "any", value_parser = ["any"])]
+    pub cpu: Option<String>,
     /// Only show whether it would be restored, and onto which GPUs, as the shim would decide.
     #[arg(long)]
     pub dry_run: bool,

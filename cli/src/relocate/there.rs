@@ -154,6 +154,9 @@ impl<'a> There<'a> {
         if let Some(map) = &self.args.gpu_map {
             words.extend(["--gpu-map", map]);
         }
+        if let Some(word) = &self.args.cpu {
+            words.extend(["--cpu", word]);
+        }
         words
     }
 

@@ -3,6 +3,7 @@
 use std::io::{self, Read};
 
 use firn_oci::Spec;
+use firn_preflight::{expect_addresses, expect_cpu};
 use firn_remap::plan::GpuMap;
 use serde::{Deserialize, Serialize};
 
@@ -100,6 +101,9 @@ fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreEr
     let node = NodeGpus::read(None, socket)?;
     let mut spec = Spec::from(facts.spec);
     gpus::choose(args, Some(&node), &mut spec, facts.manifest.as_ref())?;
+    expect_cpu(&facts.cpu, &spec)
+        .and_then(|()| expect_addresses(&facts.addresses, &spec))
+        .map_err(|error| RestoreError::Plan(error.into()))?;
     let plan = Plan::make(&node, spec, facts.manifest, &args.work_dir)?;
     Ok(plan.map().cloned())
 }

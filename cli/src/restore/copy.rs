@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use firn_config::names;
 use firn_oci::Spec;
 
 use super::error::RestoreError;
@@ -141,8 +140,10 @@ async fn forget_choice(containerd: &Containerd, container: &Container, type_url:
         ..container.clone()
     };
     if let Err(error) = containerd.update(&kept).await {
-        let (id, map) = (&container.id, names::ANNOTATION_GPU_MAP);
-        note!("firn: {id} keeps the annotation {map}: {error}");
+        note!(
+            "firn: {} keeps the annotations of this restore: {error}",
+            container.id
+        );
     }
 }
 

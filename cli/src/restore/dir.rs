@@ -8,7 +8,6 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use firn_config::names;
 use firn_containerd::Message;
 use firn_containerd::runc::{OPTIONS, Options};
 use firn_image::form::INVENTORY;
@@ -124,9 +123,8 @@ pub(super) async fn start_once(
         };
         if let Err(error) = containerd.update(&kept).await {
             note!(
-                "firn: {} keeps the annotation {}: {error}",
-                container.id,
-                names::ANNOTATION_GPU_MAP
+                "firn: {} keeps the annotations of this restore: {error}",
+                container.id
             );
         }
         // Order matters: until here an interruption puts the container back.

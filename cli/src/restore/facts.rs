@@ -1,16 +1,16 @@
 //! What is known of a running container for the node that would restore it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use firn_config::{Config, Keys};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
-use firn_host::{ProblemReport, procfs};
+use firn_host::{CpuFeatures, ProblemReport, procfs};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::job_hook::JobHook;
 use firn_oci::{Spec, job_hook, mounts};
-use firn_preflight::{Tree, image_bytes};
+use firn_preflight::{Address, Tree, image_bytes};
 use firn_process::cgroup::Cgroup;
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,12 @@ pub struct Facts {
     pub memory: u64,
     /// Chain id of the layers that it began with; none if they are no image's.
     pub chain: Option<String>,
+    /// What the CPU can do that its processes use.
+    #[serde(default)]
+    pub cpu: CpuFeatures,
+    /// Addresses of the node that it uses.
+    #[serde(default)]
+    pub addresses: BTreeSet<Address>,
 }
 
 /// A container that runs.
@@ -79,6 +85,8 @@ impl Facts {
             bytes: image_bytes(&tree, gpu),
             memory: gpu.saturating_add(anonymous.unwrap_or_default()),
             chain: container.chain,
+            cpu: CpuFeatures::here(),
+            addresses: Address::of(&tree),
         })
     }
 }
@@ -144,6 +152,8 @@ pub fn manifest_of(spec: &Spec, here: &Inventory, used: &GpuMemory) -> Result<Ma
         released_gpus: None,
         bulk: None,
         mounts: mounts::required(spec)?,
+        // Of this node, on which a container is that runs.
+        cpu: CpuFeatures::default(),
         versions: Versions::default(),
         images: Vec::new(),
     };

@@ -121,13 +121,19 @@ impl NodeGpus {
     }
 }
 
-/// Writes the choice into the spec's annotations, where the shim reads it.
+/// Writes what the command line chooses into the spec's annotations, where the shim reads it.
 pub fn choose(
     args: &RestoreArgs,
     node: Option<&NodeGpus>,
     spec: &mut Spec,
     manifest: Option<&Manifest>,
 ) -> Result<(), RestoreError> {
+    if let Some(word) = &args.cpu {
+        let annotations = spec
+            .object_mut("annotations")
+            .map_err(|error| RestoreError::Plan(error.into()))?;
+        annotations.insert(names::ANNOTATION_CPU.to_owned(), word.clone().into());
+    }
     let map = match (&args.gpus, node, &args.gpu_map) {
         (Some(gpus), Some(node), _) => among(gpus, node, spec, gpu_state(manifest)?)?,
         (_, _, Some(map)) => {

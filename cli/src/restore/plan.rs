@@ -9,7 +9,7 @@ use std::path::Path;
 use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
-use firn_host::ProblemReport;
+use firn_host::{CpuFeatures, ProblemReport};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
@@ -23,7 +23,7 @@ use crate::cdi;
 use crate::output::line;
 use crate::view::View;
 
-const UNSEEN_MOUNTS: &str = "mounts and libraries: they are looked for on the node itself";
+const UNSEEN_MOUNTS: &str = "mounts, libraries and the CPU: they are looked at on the node itself";
 const UNSEEN_CDI: &str =
     "CDI files of that node: what the spec requests is taken as its GPUs by index, UUID or all";
 
@@ -126,6 +126,7 @@ impl Plan {
         let config = &node.config;
         let there = node.is_there.then(|| node.inventory()).transpose()?;
         let (spec, by_names) = created(spec, config, there)?;
+        let source_cpu = manifest.as_ref().map(|manifest| manifest.cpu.clone());
         let mounts = |manifest: &Manifest, inventory: &Inventory| match there {
             Some(_) => Ok(()),
             None => find_mounts(&spec, bundle, manifest, inventory, config),
@@ -152,8 +153,18 @@ impl Plan {
                     assignment,
                 }
             }
-            _ => PlannedGpus::None,
+            _ => {
+                // With a GPU, the manifest names those that count.
+                if !node.is_there && !spec.requests_gpu() {
+                    let sources = mounts::expect_sources(&spec, bundle);
+                    sources.map_err(|error| RestoreError::Plan(error.into()))?;
+                }
+                PlannedGpus::None
+            }
         };
+        if !node.is_there {
+            expect_of_node(&spec, source_cpu.as_ref())?;
+        }
         let holds_gpus = !matches!(gpus, PlannedGpus::None);
         let unseen = [
             (node.is_there && holds_gpus, UNSEEN_MOUNTS),
@@ -251,6 +262,13 @@ fn find_mounts(
     let resolved = mounts::resolve(spec, bundle, needs, driver, &empty);
     resolved.map_err(|error| RestoreError::Plan(error.into()))?;
     Ok(())
+}
+
+/// Looks for what is neither a GPU nor room. `cpu`: of the source; none if firn has not made the image.
+fn expect_of_node(spec: &Spec, cpu: Option<&CpuFeatures>) -> Result<(), RestoreError> {
+    let fits = cpu.map_or(Ok(()), |cpu| firn_preflight::expect_cpu(cpu, spec));
+    fits.and_then(|()| firn_preflight::expect_named(spec))
+        .map_err(|error| RestoreError::Plan(error.into()))
 }
 
 /// The spec as the shim would convert it at Create, and whether there was anything to convert.

@@ -147,6 +147,7 @@ impl Node {
             }],
             topology: source.topology,
             mounts: vec![],
+            cpu: Default::default(),
             versions: Versions {
                 firn: "0.1.0".into(),
                 criu: "4.2.1".into(),

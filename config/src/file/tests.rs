@@ -258,6 +258,7 @@ fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
             names::ANNOTATION_GPU,
             names::ANNOTATION_NCCL,
             names::ANNOTATION_PEER_ACCESS,
+            names::ANNOTATION_CPU,
             names::ANNOTATION_EXEC,
             names::ANNOTATION_PAUSE,
             names::ANNOTATION_RESTORE_FROM,

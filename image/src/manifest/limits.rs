@@ -17,6 +17,7 @@ const MAX_PROCESSES: usize = 4096;
 const MAX_OPEN: usize = 65_536;
 const MAX_MOUNTS: usize = 4096;
 const MAX_IMAGES: usize = 32_768;
+const MAX_CPU_FEATURES: usize = 1024;
 /// Longest text that is a name or a version.
 pub(super) const MAX_TEXT: usize = 256;
 /// Longest path (PATH_MAX of Linux).
@@ -63,6 +64,7 @@ impl Manifest {
             ),
             ("bulk", self.bulk.as_ref().is_none_or(|bulk| is_id(&bulk.store))),
             ("mounts", all(&self.mounts, MAX_MOUNTS, mount)),
+            ("cpu", self.has_good_cpu()),
             ("versions", versions.all(|version| text(version))),
             ("images", all(&self.images, MAX_IMAGES, image)),
             ("images", distinct(self.images.iter().map(|file| &file.name))),
@@ -80,6 +82,13 @@ impl Manifest {
             Backend::Nvidia => self.driver.is_some(),
             Backend::CriuPlugin => false,
         }
+    }
+
+    /// Names as the kernel writes them.
+    fn has_good_cpu(&self) -> bool {
+        let is_letter = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
+        let is_name = |name: &str| (1..=MAX_ID).contains(&name.len()) && name.bytes().all(is_letter);
+        self.cpu.names().len() <= MAX_CPU_FEATURES && self.cpu.names().all(is_name)
     }
 
     /// An image that holds nothing of any device names no other GPUs.

@@ -155,6 +155,12 @@ impl Spec {
         labels.find(|label| !matches!(*label, "" | "unconfined"))
     }
 
+    /// The profile of AppArmor that confines the container.
+    pub fn apparmor_profile(&self) -> Option<&str> {
+        let profile = self.at("/process/apparmorProfile")?.as_str()?;
+        (!matches!(profile, "" | "unconfined")).then_some(profile)
+    }
+
     /// The resource limits that the spec sets: number of the resource, hard limit, name.
     pub fn rlimits(&self) -> Vec<(usize, u64, String)> {
         let limits = self.well_formed::<PosixRlimit>("/process/rlimits");

@@ -113,18 +113,35 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
 }
 
 /// The inode of `socket:[1234]`.
-pub(super) fn socket(file: &Path) -> Option<u64> {
+pub(crate) fn socket(file: &Path) -> Option<u64> {
     let name = file.to_str()?.strip_prefix("socket:[")?;
     name.strip_suffix(']')?.parse().ok()
 }
 
 /// Addresses and inode of a line of `net/tcp`, if it is a connection.
 fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
-    let mut fields = line.split_ascii_whitespace().skip(1);
-    let (local, remote) = (address(fields.next()?)?, address(fields.next()?)?);
-    let state = u8::from_str_radix(fields.next()?, 16).ok()?;
-    let inode = fields.nth(5)?.parse().ok()?;
-    (!UNCONNECTED.contains(&state)).then_some((local, remote, inode))
+    let found = Line::parse(line)?;
+    (!UNCONNECTED.contains(&found.state)).then_some((found.local, found.remote, found.inode))
+}
+
+/// A socket in `net/tcp`, `net/udp` and those of IPv6.
+pub(crate) struct Line {
+    pub local: SocketAddr,
+    remote: SocketAddr,
+    pub state: u8,
+    pub inode: u64,
+}
+
+impl Line {
+    pub(crate) fn parse(line: &str) -> Option<Self> {
+        let mut fields = line.split_ascii_whitespace().skip(1);
+        Some(Self {
+            local: address(fields.next()?)?,
+            remote: address(fields.next()?)?,
+            state: u8::from_str_radix(fields.next()?, 16).ok()?,
+            inode: fields.nth(5)?.parse().ok()?,
+        })
+    }
 }
 
 /// An address in hexadecimal: words in the byte order of the host, and the port. An IPv4 address in an IPv6

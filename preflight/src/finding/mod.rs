@@ -62,6 +62,7 @@ mod tests;
 mod unix_sockets;
 
 pub use connections::Connection;
+pub(crate) use connections::Line as SocketLine;
 pub(crate) use evaluate::{evaluate, without_peer_access};
 pub use inherited::Inherited;
 pub(crate) use inherited::OfGpus;
@@ -70,7 +71,7 @@ pub use objects::Object;
 pub use refused_before::RefusedBefore;
 pub use unix_sockets::{Kind as UnixKind, OtherEnd, UnixSocket};
 
-use connections::socket as socket_inode;
+pub(crate) use connections::socket as socket_inode;
 
 use crate::sys::is_same_memory;
 use crate::{Assertions, Refusal};

@@ -183,6 +183,7 @@ pub mod tests {
             bulk: None,
             hooks: Default::default(),
             mounts: Vec::new(),
+            cpu: Default::default(),
             versions: Versions::default(),
             images: describe_images(client, &AtomicBool::new(false)).unwrap(),
         };

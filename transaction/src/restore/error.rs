@@ -56,6 +56,8 @@ pub enum Refusal {
     Layer { layer: PathBuf, output: String },
     #[error(transparent)]
     Node(#[from] firn_preflight::Refusal),
+    #[error(transparent)]
+    Unfit(#[from] firn_preflight::Unfit),
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
     #[error(transparent)]

@@ -19,7 +19,7 @@ use firn_oci::job_hook::{
     Facts, FactsOfGpu, JobHook, any_is_named, prepare as prepare_hooks, release_devices, releases_devices,
 };
 use firn_oci::{Spec, dev_repair, edit, mounts};
-use firn_preflight::expect_criu;
+use firn_preflight::{expect_cpu, expect_criu};
 use firn_process::OrWarn;
 use firn_process::blocking::{Left, stoppable};
 use firn_process::cancel::{CancellationToken, Interrupted};
@@ -79,6 +79,9 @@ impl Preparation<'_> {
             expect_permitted(&spec)?;
         }
         let manifest = read_image(spec.clone(), image, self.cancel).await?;
+        if let Some((manifest, _)) = &manifest {
+            expect_cpu(&manifest.cpu, &spec)?;
+        }
         let from_device_free = manifest
             .as_ref()
             .is_some_and(|(manifest, _)| manifest.is_device_free());

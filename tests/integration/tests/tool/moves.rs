@@ -74,7 +74,7 @@ fn serve(from: &Path, node: &Node, ended: &AtomicBool) -> Result<()> {
 }
 
 /// Does something while commands of the first node run on the second.
-fn join(a: &GpuHost, b: &GpuHost, test: impl FnOnce() -> Result<()>) -> Result<()> {
+pub fn join(a: &GpuHost, b: &GpuHost, test: impl FnOnce() -> Result<()>) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(file.path(), SSH)?;
     a.node().install(file.path(), "/usr/local/bin/other-ssh", 0o755)?;
@@ -98,12 +98,12 @@ fn wire(a: &GpuHost, what: &str) -> Result<()> {
 
 const MOVE: [&str; 6] = ["firn", "move", "job", "root@other", "--ssh", "other-ssh"];
 
-fn moved(a: &GpuHost, more: &[&str]) -> Result<Value> {
+pub fn moved(a: &GpuHost, more: &[&str]) -> Result<Value> {
     a.firn(&[&MOVE[1..], more].concat())
 }
 
 /// The move fails with this code. Its exit status, and the line on the container, are those of the code.
-fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
+pub fn not_moved(a: &GpuHost, more: &[&str], code: &str) -> Result<String> {
     let output = failure(a.node().run(&[&MOVE[..], more].concat()))?;
     let (status, now) = match code {
         "FIRN-MOVE-TARGET" => (3, "job runs"),

@@ -1,8 +1,7 @@
 //! Writes the manifest of a complete image.
 
 use firn_gpu::{CudaProcess, CudaState, SourceGpu};
-use firn_host::procfs;
-use firn_host::{Chain, clock};
+use firn_host::{Chain, CpuFeatures, clock, procfs};
 use firn_image::manifest::{self, Manifest, Origin};
 use firn_oci::mounts::RequiredMount;
 use firn_preflight::Inherited;
@@ -134,6 +133,7 @@ impl ContainerEffects<'_> {
                 released_gpus: None,
                 bulk,
                 mounts,
+                cpu: CpuFeatures::here(),
                 versions: source.versions,
                 images,
             };
