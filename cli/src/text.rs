@@ -82,6 +82,21 @@ pub fn some(text: &str) -> Option<&str> {
     Some(text).filter(|text| !text.is_empty())
 }
 
+/// The first few of these and how many more there are, after `before`; empty if there is none.
+pub fn some_of(before: &str, mut all: Vec<String>) -> String {
+    const SHOWN: usize = 8;
+    let more = all.len().saturating_sub(SHOWN);
+    all.truncate(SHOWN);
+    if more > 0 {
+        all.push(format!("and {more} more"));
+    }
+    if all.is_empty() {
+        String::new()
+    } else {
+        format!("{before}{}", all.join("; "))
+    }
+}
+
 /// A duration in milliseconds.
 pub fn seconds(ms: f64) -> String {
     match ms {

@@ -232,11 +232,13 @@ impl Signals {
         })
     }
 
-    /// One signal for each topic, with the first refusal that belongs to it.
+    /// One signal for each topic, with the first refusal that belongs to it, and the others in short.
     fn add_all(&mut self, topics: &[Topic], refusals: &[Refusal]) {
         for Topic(signal, source) in topics {
-            let refusal = refusals.iter().find(|refusal| signal_of(refusal) == *signal);
-            self.add(signal, source, refusal.map(Problem::report));
+            let mut of_topic = refusals.iter().filter(|refusal| signal_of(refusal) == *signal);
+            let first = of_topic.next().map(Problem::report);
+            let others = of_topic.map(ToString::to_string).collect();
+            self.add(signal, source, first).detail = text::some_of("also: ", others);
         }
     }
 
@@ -281,7 +283,6 @@ impl Signals {
 
     /// Settings that a copy has not. Nothing is refused for them.
     pub fn of_settings(&mut self, lost: &[LostSettings]) {
-        const SHOWN: usize = 8;
         let signal = self.add(
             "settings_that_a_copy_lacks",
             "/proc/PID/status and its like",
@@ -289,13 +290,9 @@ impl Signals {
         );
         let shown =
             |lost: &LostSettings| format!("process {} ({}): {}", lost.pid, lost.comm, lost.what.join(", "));
-        let mut parts: Vec<String> = lost.iter().take(SHOWN).map(shown).collect();
-        if lost.len() > SHOWN {
-            parts.push(format!("and {} more", lost.len() - SHOWN));
-        }
-        if !parts.is_empty() {
+        if !lost.is_empty() {
             signal.certainty = Certainty::Certain;
-            signal.detail = parts.join("; ");
+            signal.detail = text::some_of("", lost.iter().map(shown).collect());
         }
     }
 

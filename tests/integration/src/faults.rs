@@ -17,7 +17,6 @@ mod pairs;
 mod park;
 mod phases;
 mod place;
-mod random;
 mod rules;
 mod scene;
 mod soak;

@@ -64,9 +64,34 @@ fn the_audit_shows_every_refusal_as_the_transaction_reports_it() {
         assert_eq!(shown.verdict(), Verdict::Cannot);
         assert_eq!(shown.all.len(), all.all.len(), "{report}");
     }
-    // All at once: of those that share a signal the first is shown.
+    // All at once: of those that share a signal the first has its code and remedy.
     let shown = signals(refusals(), Vec::new());
     assert!(shown.all.iter().all(|signal| signal.refused), "{shown:?}");
+}
+
+#[test]
+fn what_shares_a_signal_is_shown_too() {
+    let object = |pid| Refusal::Object {
+        pid,
+        comm: "job".to_owned(),
+        object: firn_preflight::Object::Vsock,
+        at: "descriptor 4".to_owned(),
+    };
+    let shown = signals((1..=12).map(object).collect(), Vec::new());
+    let refused = shown.all.iter().find(|signal| signal.refused).unwrap();
+    let failure = refused.failure.as_ref().unwrap().to_string();
+    assert!(failure.contains("process 1 (job)"), "{failure}");
+    let detail = &refused.detail;
+    assert!(
+        detail.starts_with("also: process 2 (job) has a vsock socket (descriptor 4)"),
+        "{detail}"
+    );
+    assert!(
+        detail.contains("process 9 ") && detail.ends_with("; and 3 more"),
+        "{detail}"
+    );
+    let alone = signals(vec![object(1)], Vec::new());
+    assert!(alone.all.iter().all(|signal| signal.detail.is_empty()));
 }
 
 #[test]

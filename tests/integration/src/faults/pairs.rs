@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use super::case::{
     Case, Disk, Fault, FaultAt, Flow, Moment, Often, Phase, Runc, Subject, Victim, all, faults,
 };
-use super::random::Random;
 use super::rules::Halt;
+use crate::random::Random;
 
 /// Pairs that have not been drawn yet.
 pub struct Pairs {

@@ -7,9 +7,9 @@ use firn_node::Suite;
 
 use super::attempt::attempt;
 use super::case::{Case, Fault, Flow, Often, Subject, Victim, all};
-use super::random::Random;
 use super::testbed::{ID, Testbed};
 use crate::ShimUse;
+use crate::random::Random;
 
 /// One cycle of so many is disturbed.
 const DISTURBED: u64 = 3;

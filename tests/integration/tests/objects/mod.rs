@@ -4,6 +4,7 @@
 //!
 //! Needs root.
 
+mod random;
 mod table;
 
 use std::time::Duration;
@@ -456,5 +457,6 @@ pub(crate) fn suite() -> matrix::Suite {
         a_connected_ping_socket_is_refused [FORKY];
         a_user_namespace_is_refused [FORKY, TRIXIE];
         a_read_only_root_stays_so [FORKY, TRIXIE];
+        random::the_audit_of_random_containers_is_right [FORKY, TRIXIE];
     })
 }
