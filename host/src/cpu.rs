@@ -9,13 +9,14 @@ use serde::{Deserialize, Serialize};
 
 /// Instructions of x86-64 that a CPU may lack and for which programs look, by the kernel's names (Linux,
 /// arch/x86/include/asm/cpufeatures.h). Its other names are mitigations, virtualization, what makes the same
-/// instruction faster, and what one vendor has and compilers do not use.
+/// instruction faster, what one vendor has and compilers do not use, and what a mitigation may hide from one
+/// start of the machine to the next (rdseed, rtm).
 const X86: &str = "abm adx aes amx_bf16 amx_complex amx_fp16 amx_int8 amx_tile avx avx2 avx512_4fmaps \
                    avx512_4vnniw avx512_bf16 avx512_bitalg avx512_fp16 avx512_vbmi2 avx512_vnni \
                    avx512_vp2intersect avx512_vpopcntdq avx512bw avx512cd avx512dq avx512er avx512f \
                    avx512ifma avx512pf avx512vbmi avx512vl avx_ifma avx_ne_convert avx_vnni avx_vnni_int16 \
                    avx_vnni_int8 bmi1 bmi2 clflushopt clwb cmpccxadd cx16 f16c fma fma4 fsgsbase gfni movbe \
-                   movdir64b movdiri ospke pclmulqdq pni popcnt rdpid rdrand rdseed rdtscp rtm serialize \
+                   movdir64b movdiri ospke pclmulqdq pni popcnt rdpid rdrand rdtscp serialize \
                    sha512 sha_ni sm3 sm4 sse4_1 sse4_2 ssse3 tbm vaes vpclmulqdq waitpkg xgetbv1 xop xsave \
                    xsavec";
 
@@ -51,8 +52,12 @@ impl CpuFeatures {
                     .filter(|word| X86.split(' ').any(|name| name == *word))
                     .collect(),
             ),
-            // arm64: what programs may use, and nothing else.
-            "Features" => Some(words.collect()),
+            // arm64: what programs may use, and two abilities of the kernel.
+            "Features" => Some(
+                words
+                    .filter(|word| !["cpuid", "evtstrm"].contains(word))
+                    .collect(),
+            ),
             _ => None,
         }
     }
@@ -94,7 +99,7 @@ mod tests {
         let text = "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 retbleed sse4_2 erms\n\n\
                     processor\t: 1\nflags\t\t: fpu avx512f\n";
         assert_eq!(read(text), ["avx2", "sse4_2"].into_iter().collect());
-        let text = "processor\t: 0\nFeatures\t: fp asimd sve2\n";
+        let text = "processor\t: 0\nFeatures\t: fp asimd evtstrm cpuid sve2\n";
         assert_eq!(read(text), ["asimd", "fp", "sve2"].into_iter().collect());
     }
 

@@ -211,7 +211,9 @@ pub fn required(spec: &Spec) -> Result<Vec<RequiredMount>, MountError> {
 /// the bundle.
 pub fn expect_sources(spec: &Spec, bundle: &Path) -> Result<(), MountError> {
     let mut binds = spec.mounts()?.into_iter().filter(SpecMount::is_bind);
-    match binds.find(|mount| !bundle.join(&mount.source).exists()) {
+    // What the caller may not look at may be there.
+    let is_here = |mount: &SpecMount| bundle.join(&mount.source).try_exists().unwrap_or(true);
+    match binds.find(|mount| !is_here(mount)) {
         None => Ok(()),
         Some(mount) => Err(MountError::SourceMissing {
             source_path: mount.source,

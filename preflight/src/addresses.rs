@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
+use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -81,9 +82,10 @@ impl Address {
             && (own == others || is_for_all(own, others) || is_for_all(others, own))
     }
 
-    /// Whether the node has it.
-    pub(crate) fn is_here(self) -> bool {
-        self.at.ip().is_unspecified() || UdpSocket::bind((self.at.ip(), 0)).is_ok()
+    /// Whether the node lacks it for sure.
+    pub(crate) fn is_lacking(self) -> bool {
+        let bound = UdpSocket::bind((self.at.ip(), 0));
+        bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
     }
 }
 
@@ -93,7 +95,15 @@ fn bound(proc_root: &Path) -> Vec<(Address, u64)> {
     for (table, is_tcp) in TABLES {
         let visit = |line: &[u8]| {
             let line = std::str::from_utf8(line).ok().and_then(SocketLine::parse);
-            let is_bound = |line: &SocketLine| line.local.port() != 0 && (!is_tcp || line.state == LISTEN);
+            // A socket of UDP with a peer may have got its address for the time of a question.
+            let is_bound = |line: &SocketLine| {
+                let is_server = if is_tcp {
+                    line.state == LISTEN
+                } else {
+                    line.remote.port() == 0
+                };
+                is_server && line.local.port() != 0
+            };
             found.extend(line.filter(is_bound).map(|line| {
                 let (at, listens) = (line.local, is_tcp);
                 (Address { at, listens }, line.inode)
@@ -151,8 +161,13 @@ mod tests {
             line("00000000:1F91", "0A", 12),
         ];
         fs::write(root.path().join("self/net/tcp"), tables.concat()).unwrap();
-        // A socket without a port is not bound.
-        let udp = [line("00000000:1F93", "07", 13), line("00000000:0000", "07", 14)];
+        // A socket without a port is not bound, and one with a peer serves nobody.
+        let with_peer = line("0100007F:1F94", "01", 11).replacen("00000000:0000", "0200007F:0035", 1);
+        let udp = [
+            line("00000000:1F93", "07", 13),
+            line("00000000:0000", "07", 14),
+            with_peer,
+        ];
         fs::write(root.path().join("self/net/udp"), udp.concat()).unwrap();
         root
     }
@@ -195,8 +210,12 @@ mod tests {
         assert!(Address::taken().contains(&own));
         let pid = std::process::id().try_into().unwrap();
         assert!(Address::of(&[pid]).contains(&own));
-        assert!(own.is_here());
-        assert!(!tcp("192.0.2.7:80").is_here());
-        assert!(tcp("0.0.0.0:80").is_here());
+        assert!(!own.is_lacking());
+        assert!(!tcp("0.0.0.0:80").is_lacking());
+        // Without its interface nobody knows.
+        assert!(!tcp("[ff02::fb]:5353").is_lacking());
+        let is_any_bound =
+            fs::read_to_string("/proc/sys/net/ipv4/ip_nonlocal_bind").is_ok_and(|set| set.trim() == "1");
+        assert_eq!(tcp("192.0.2.7:80").is_lacking(), !is_any_bound);
     }
 }

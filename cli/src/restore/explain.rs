@@ -12,6 +12,9 @@ pub fn print(args: &RestoreArgs, place: &Location) {
     if args.gpus.is_some() || args.gpu_map.is_some() {
         verbatim!("# ctr takes no GPUs: name them under [restore] in /etc/firn/config.toml");
     }
+    if args.cpu.is_some() {
+        verbatim!("# ctr sets no annotation: the container has to have firn.dev/cpu=any since its creation");
+    }
     match place {
         Location::Ref(name) => verbatim!("{ctr} containers restore --rw --live {id} {name}"),
         Location::File(path) => {

@@ -77,6 +77,12 @@ impl Facts {
             gpu = found.used.values().copied().fold(0, u64::saturating_add);
             manifest = Some(made);
         }
+        // The job's hook may close its sockets, too.
+        let addresses = if JobHook::Prepare.is_named(&own) {
+            BTreeSet::new()
+        } else {
+            Address::of(&tree)
+        };
         // Pages that a forked process shares count once in memory, and for each process in the image.
         let anonymous = tree.iter().map(|&pid| procfs::anonymous(pid)).max();
         Ok(Self {
@@ -86,7 +92,7 @@ impl Facts {
             memory: gpu.saturating_add(anonymous.unwrap_or_default()),
             chain: container.chain,
             cpu: CpuFeatures::here(),
-            addresses: Address::of(&tree),
+            addresses,
         })
     }
 }

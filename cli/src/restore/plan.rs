@@ -23,7 +23,8 @@ use crate::cdi;
 use crate::output::line;
 use crate::view::View;
 
-const UNSEEN_MOUNTS: &str = "mounts, libraries and the CPU: they are looked at on the node itself";
+const UNSEEN_MOUNTS: &str =
+    "mounts, libraries, hooks, AppArmor and the CPU: they are looked at on the node itself";
 const UNSEEN_CDI: &str =
     "CDI files of that node: what the spec requests is taken as its GPUs by index, UUID or all";
 
@@ -153,9 +154,14 @@ impl Plan {
                     assignment,
                 }
             }
+            // No process used the GPUs that it has.
+            Some(manifest) if !manifest.gpus.is_empty() => {
+                mounts(&manifest, node.inventory()?)?;
+                PlannedGpus::None
+            }
             _ => {
-                // With a GPU, the manifest names those that count.
-                if !node.is_there && !spec.requests_gpu() {
+                // Kubernetes replaces them.
+                if !node.is_there && !spec.requests_gpu() && spec.author().owns_node() {
                     let sources = mounts::expect_sources(&spec, bundle);
                     sources.map_err(|error| RestoreError::Plan(error.into()))?;
                 }
@@ -167,7 +173,7 @@ impl Plan {
         }
         let holds_gpus = !matches!(gpus, PlannedGpus::None);
         let unseen = [
-            (node.is_there && holds_gpus, UNSEEN_MOUNTS),
+            (node.is_there, UNSEEN_MOUNTS),
             (node.is_there && holds_gpus && by_names, UNSEEN_CDI),
         ];
         Ok(Self {

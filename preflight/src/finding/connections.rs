@@ -127,7 +127,7 @@ fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
 /// A socket in `net/tcp`, `net/udp` and those of IPv6.
 pub(crate) struct Line {
     pub local: SocketAddr,
-    remote: SocketAddr,
+    pub remote: SocketAddr,
     pub state: u8,
     pub inode: u64,
 }

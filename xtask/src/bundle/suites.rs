@@ -147,6 +147,9 @@ fn programs(bin: &Path, release: bool) -> anyhow::Result<()> {
     check(Command::new("strip").arg("--strip-unneeded").arg(&own))
 }
 
+/// Where the program of the suites begins. A test of this crate has the same name.
+const SUITES: &str = "tests/integration/tests/main.rs";
+
 /// The program of the suites.
 fn suites(bin: &Path) -> anyhow::Result<()> {
     let mut cargo = cargo();
@@ -155,8 +158,9 @@ fn suites(bin: &Path) -> anyhow::Result<()> {
     let messages = output(cargo.current_dir(workspace()?))?;
     for line in messages.lines() {
         let message: Value = serde_json::from_str(line).context("read cargo's messages")?;
-        if let (Some(program), Some("suites")) =
-            (message["executable"].as_str(), message["target"]["name"].as_str())
+        let begins = message["target"]["src_path"].as_str().unwrap_or_default();
+        if let Some(program) = message["executable"].as_str()
+            && begins.ends_with(SUITES)
         {
             let copy = copy_stripped(Path::new(program), bin)?;
             return fs::rename(copy, bin.join("suites")).context("name the program");

@@ -136,7 +136,8 @@ const LACKS: [Lack<'_>; 21] = [
     taken(
         "a port",
         "FIRN-ADDRESS: the container has the network of its node and listens at TCP [::]:8099, and TCP",
-        "busybox nc -ll -p 8099 -e cat </dev/null >/dev/null 2>&1 & echo $! >/srv/nc; sleep 0.3",
+        "busybox nc -ll -p 8099 -e cat </dev/null >/dev/null 2>&1 & echo $! >/srv/nc; \
+         while ! grep -q :1FA3 /proc/net/tcp6; do sleep 0.02; done",
         "kill $(cat /srv/nc)",
     ),
     taken(
@@ -247,6 +248,27 @@ pub fn a_container_without_a_gpu_is_looked_at_as_well(platform: Platform) -> Res
             copy.remove()
         })?;
         ensure!(job.status().is_err(), "the source is left");
+        a.idle()?;
+        b.idle()
+    })
+}
+
+/// It has a GPU, and no process uses it.
+pub fn an_idle_gpu_needs_the_mounts_as_well(platform: Platform) -> Result<()> {
+    on(pair(platform, "tm-idle")?, |[a, b]| {
+        for host in [&*a, &*b] {
+            host.node().run(&["sh", "-euc", PREPARE])?;
+        }
+        let script = "while :; do echo x >>/beats; sleep 0.05; done";
+        let job = Container::script(a, "job", &["0"], 0, &OF_THE_NODE, script)?;
+        job.beats_on()?;
+        let of_mounts = |lack: &&Lack<'_>| lack.part.starts_with("FIRN-MOUNT");
+        join(a, b, || {
+            moved(a, &["--dry-run"])?;
+            refused_without(a, b, &LACKS.iter().filter(of_mounts).collect::<Vec<_>>())
+        })?;
+        job.beats_on()?;
+        job.remove()?;
         a.idle()?;
         b.idle()
     })
