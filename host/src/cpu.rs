@@ -52,10 +52,10 @@ impl CpuFeatures {
                     .filter(|word| X86.split(' ').any(|name| name == *word))
                     .collect(),
             ),
-            // arm64: what programs may use, and two abilities of the kernel.
+            // arm64: what programs may use, abilities of the kernel, and what a mitigation hides.
             "Features" => Some(
                 words
-                    .filter(|word| !["cpuid", "evtstrm"].contains(word))
+                    .filter(|word| !["cpuid", "evtstrm", "ssbs"].contains(word))
                     .collect(),
             ),
             _ => None,
@@ -99,7 +99,7 @@ mod tests {
         let text = "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 retbleed sse4_2 erms\n\n\
                     processor\t: 1\nflags\t\t: fpu avx512f\n";
         assert_eq!(read(text), ["avx2", "sse4_2"].into_iter().collect());
-        let text = "processor\t: 0\nFeatures\t: fp asimd evtstrm cpuid sve2\n";
+        let text = "processor\t: 0\nFeatures\t: fp asimd evtstrm cpuid ssbs sve2\n";
         assert_eq!(read(text), ["asimd", "fp", "sve2"].into_iter().collect());
     }
 

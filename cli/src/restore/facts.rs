@@ -9,6 +9,7 @@ use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport, procfs};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::job_hook::JobHook;
+use firn_oci::mounts::RequiredMount;
 use firn_oci::{Spec, job_hook, mounts};
 use firn_preflight::{Address, Tree, image_bytes};
 use firn_process::cgroup::Cgroup;
@@ -126,6 +127,15 @@ impl Gpus {
     }
 }
 
+/// What a process uses of them is not known before the checkpoint: what would be refused nevertheless counts.
+fn unused(mounts: Vec<RequiredMount>) -> Vec<RequiredMount> {
+    let unused = |mount| RequiredMount {
+        in_use: false,
+        ..mount
+    };
+    mounts.into_iter().map(unused).collect()
+}
+
 /// The manifest that a checkpoint would have, as far as a plan needs it. `used`: what its processes have of
 /// each GPU.
 pub fn manifest_of(spec: &Spec, here: &Inventory, used: &GpuMemory) -> Result<Manifest, ProblemReport> {
@@ -157,7 +167,7 @@ pub fn manifest_of(spec: &Spec, here: &Inventory, used: &GpuMemory) -> Result<Ma
         inherited_gpus: Vec::new(),
         released_gpus: None,
         bulk: None,
-        mounts: mounts::required(spec)?,
+        mounts: unused(mounts::required(spec)?),
         // Of this node, on which a container is that runs.
         cpu: CpuFeatures::default(),
         versions: Versions::default(),
