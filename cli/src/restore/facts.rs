@@ -33,10 +33,8 @@ pub struct Facts {
     /// Chain id of the layers that it began with; none if they are no image's.
     pub chain: Option<String>,
     /// What the CPU can do that its processes use.
-    #[serde(default)]
     pub cpu: CpuFeatures,
     /// Addresses of the node that it uses.
-    #[serde(default)]
     pub addresses: BTreeSet<Address>,
 }
 

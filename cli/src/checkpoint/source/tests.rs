@@ -110,7 +110,7 @@ fn a_shim_that_does_not_pause_for_a_command_gets_a_plain_pause() {
 
 /// What containerd answers when a command withdraws its name, and then whether its pause is its own.
 #[test]
-fn a_pause_that_not_ours_by_now_is_left_alone() {
+fn a_pause_of_another_is_left_alone() {
     for (kept, now, wanted) in [
         (refused as fn() -> Reply, status::PAUSED, false),
         (refused, status::RUNNING, false),
@@ -145,7 +145,7 @@ fn a_pause_that_not_ours_by_now_is_left_alone() {
 }
 
 #[test]
-fn a_container_whose_pause_not_ours_by_now_is_not_ended() {
+fn a_container_with_a_pause_of_another_is_not_ended() {
     for (kept, kills) in [(refused as fn() -> Reply, 0), (done, 1)] {
         let fake = Fake::new(move |call, _| match call {
             "Tasks/Update" => kept(),

@@ -15,7 +15,7 @@ use firn_lab::{
 };
 use firn_node::{Platform, wait_for};
 
-use table::{LOST, MOVES, NET, Object, REFUSED, Refused};
+use table::{LOST, Object, REFUSED, Refused, movable};
 
 const IMAGE: &str = "checkpoint/c";
 
@@ -69,12 +69,23 @@ impl Kind {
     fn start_all<'h>(self, host: &'h GpuHost, objects: &[Object<'_>]) -> Result<Container<'h>> {
         let start = |(kind, ..): &Object<'_>| format!("objects {kind} /object-{kind} /log-{kind} & ");
         let script: String = objects.iter().map(start).collect();
+        self.run(host, objects, &script, " wait")
+    }
+
+    /// A container in which this script starts the processes of these objects, and which computes then;
+    /// without a GPU it does what `idle` has.
+    fn run<'h>(
+        self,
+        host: &'h GpuHost,
+        objects: &[Object<'_>],
+        script: &str,
+        idle: &str,
+    ) -> Result<Container<'h>> {
         let options: Vec<&str> = objects.iter().flat_map(|object| object.2).copied().collect();
         match self {
             Self::Plain => {
                 let options = [&["--runtime", FIRN], &options[..]].concat();
-                let script = format!("{script} wait");
-                Container::run(host, "c", &options, &["sh", "-c", &script])
+                Container::run(host, "c", &options, &["sh", "-c", &format!("{script}{idle}")])
             }
             Self::Gpu => {
                 let script = format!("{script} {COUNTER}");
@@ -146,8 +157,7 @@ fn host(platform: Platform, name: &str) -> Result<GpuHost> {
 /// All in one container, each with a process of its own.
 fn objects_move(platform: Platform) -> Result<()> {
     on([host(platform, "ob-m")?], |[host]| {
-        let is_fit = |object: &Object<'_>| platform == Platform::FORKY || !NET.contains(&object.0);
-        let objects: Vec<Object<'_>> = MOVES.into_iter().filter(is_fit).collect();
+        let objects = movable(platform);
         for kind in KINDS {
             move_all(host, &objects, kind).with_context(|| kind.shown())?;
             for object in &objects {

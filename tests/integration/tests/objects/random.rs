@@ -4,10 +4,10 @@
 //! `FIRN_RANDOM_CONTAINERS=1000` makes more of them, `FIRN_RANDOM_SEED` others.
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{COUNTER, Container, FIRN, GpuHost, Random, failure, on};
+use firn_lab::{Container, GpuHost, Random, failure, on};
 use firn_node::Platform;
 
-use super::table::{MOVES, NET, Object, REFUSED, Refused};
+use super::table::{Object, REFUSED, Refused, movable};
 use super::{IMAGE, Kind, expect_untouched, host};
 
 /// Containers of a run on each platform.
@@ -27,6 +27,9 @@ const STARTS: [&str; 5] = [
     "PROCESS 7</etc/passwd 8>/dev/null &",
 ];
 
+/// What the first process does without a GPU. It would not wait for orphans.
+const IDLE: &str = "while :; do sleep 1; done";
+
 /// A container that is drawn.
 struct Drawn {
     kind: Kind,
@@ -37,13 +40,12 @@ struct Drawn {
 
 impl Drawn {
     fn new(random: &mut Random, platform: Platform) -> Self {
-        let is_fit = |object: &Object<'_>| platform == Platform::FORKY || !NET.contains(&object.0);
         let kind = if random.below(2) == 0 {
             Kind::Plain
         } else {
             Kind::Gpu
         };
-        let mut moving: Vec<Object<'static>> = MOVES.into_iter().filter(is_fit).collect();
+        let mut moving = movable(platform);
         let mut refusing = REFUSED.to_vec();
         let refused = match random.below(3) {
             0 => {
@@ -74,33 +76,14 @@ impl Drawn {
         self.objects.iter().map(start).collect()
     }
 
-    fn start<'h>(&self, host: &'h GpuHost) -> Result<Container<'h>> {
-        let options: Vec<&str> = self
-            .objects
-            .iter()
-            .flat_map(|(object, _)| object.2)
-            .copied()
-            .collect();
-        match self.kind {
-            Kind::Plain => {
-                let options = [&["--runtime", FIRN], &options[..]].concat();
-                let script = format!("{}while :; do sleep 1; done", self.script());
-                Container::run(host, "c", &options, &["sh", "-c", &script])
-            }
-            Kind::Gpu => {
-                let script = format!("{}{COUNTER}", self.script());
-                Container::script(host, "c", &["0"], 1, &options, &script)
-            }
-        }
-    }
-
     fn objects(&self) -> Vec<Object<'static>> {
         self.objects.iter().map(|(object, _)| *object).collect()
     }
 
     /// The audit and what happens agree.
     fn agrees(&self, host: &GpuHost) -> Result<()> {
-        let (container, objects) = (self.start(host)?, self.objects());
+        let objects = self.objects();
+        let container = self.kind.run(host, &objects, &self.script(), IDLE)?;
         self.kind.all_go_on(host, &container, &objects, &[])?;
         let audit = host.node().run(&["sh", "-c", "firn audit c; echo rc $?"])?.stdout;
         if self.refused.is_empty() {

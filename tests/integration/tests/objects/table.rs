@@ -1,9 +1,11 @@
 //! The objects of the suite: the kinds that the workload `objects` makes, and what becomes of each.
 
+use firn_node::Platform;
+
 /// A kind of the workload `objects`, its name on the page, and options of its container.
 pub(super) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
 
-pub(super) const MOVES: [Object<'_>; 44] = [
+const MOVES: [Object<'_>; 44] = [
     ("flock", "lock of a file: flock", &[]),
     ("record-lock", "lock of a file: fcntl, of the process", &[]),
     ("open-file-lock", "lock of a file: fcntl, of the open file", &[]),
@@ -149,5 +151,11 @@ const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
 const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
 const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
 
+/// Those of [`MOVES`] that the CRIU of a platform can dump.
+pub(super) fn movable(platform: Platform) -> Vec<Object<'static>> {
+    let is_fit = |object: &Object<'_>| platform == Platform::FORKY || !NET.contains(&object.0);
+    MOVES.into_iter().filter(is_fit).collect()
+}
+
 /// Sockets that CRIU before 4.2 cannot dump on Linux 6.16 and newer.
-pub(super) const NET: [&str; 4] = ["udp", "listener", "packet", "raw"];
+const NET: [&str; 4] = ["udp", "listener", "packet", "raw"];
