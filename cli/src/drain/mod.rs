@@ -10,6 +10,7 @@ mod json;
 mod kubectl;
 mod pods;
 mod report;
+mod room;
 mod whole;
 
 use std::collections::BTreeMap;
@@ -26,7 +27,8 @@ use crate::output::{self, line, note};
 use copies::Copies;
 use error::DrainError;
 use kubectl::Kubectl;
-use pods::{Job, List, Node, Part, Pod, jobs, look_for_gpus};
+use pods::{Job, List, Node, Part, Pod, jobs};
+use room::look_for_gpus;
 
 /// Where agents have the node's checkpoints, and the directory that pods are restored from.
 const CHECKPOINTS: &str = "/host/checkpoints";
