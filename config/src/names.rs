@@ -274,6 +274,10 @@ pub const BUNDLE_EMPTY: &str = "firn-empty";
 /// File in the bundle that shows how far a copy of memory is, for as long as it lasts.
 pub const BUNDLE_PROGRESS: &str = "firn-progress.json";
 
+/// File in the bundle of a paused container that a command of firn is about to end, or was: its copy may run,
+/// or its checkpoint is complete. It has the command's process.
+pub const BUNDLE_PAUSE_KEPT: &str = "firn-pause-kept";
+
 /// Directory in the bundle with nothing but CRIU's plugin for AMD's GPUs.
 pub const BUNDLE_AMD_LIBS: &str = "firn-criu-amd";
 

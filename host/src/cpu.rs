@@ -43,6 +43,12 @@ impl CpuFeatures {
             .unwrap_or_default()
     }
 
+    /// Of the first CPU in lines of another node's /proc/cpuinfo.
+    pub fn of(cpuinfo: &str) -> Self {
+        let mut lines = cpuinfo.lines();
+        lines.find_map(Self::of_line).unwrap_or_default()
+    }
+
     fn of_line(line: &str) -> Option<Self> {
         let (name, words) = line.split_once(':')?;
         let words = words.split_ascii_whitespace();
@@ -99,6 +105,7 @@ mod tests {
         let text = "processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 retbleed sse4_2 erms\n\n\
                     processor\t: 1\nflags\t\t: fpu avx512f\n";
         assert_eq!(read(text), ["avx2", "sse4_2"].into_iter().collect());
+        assert_eq!(CpuFeatures::of(text), ["avx2", "sse4_2"].into_iter().collect());
         let text = "processor\t: 0\nFeatures\t: fp asimd evtstrm cpuid ssbs sve2\n";
         assert_eq!(read(text), ["asimd", "fp", "sve2"].into_iter().collect());
     }
@@ -111,6 +118,7 @@ mod tests {
         assert!(of(&["avx2"]).lacking(&CpuFeatures::default()).is_empty());
         assert!(CpuFeatures::default().lacking(&of(&["avx2"])).is_empty());
         assert_eq!(read("no such line\n"), CpuFeatures::default());
+        assert!(CpuFeatures::of("").is_empty());
         assert!(CpuFeatures::read(Path::new("/nonexistent")).is_empty());
     }
 

@@ -26,5 +26,5 @@ pub use finding::{
 };
 pub use refusal::Refusal;
 pub use settings::{LostSettings, lost_settings};
-pub use target::{Unfit, expect_addresses, expect_cpu, expect_named};
+pub use target::{Unfit, expect_addresses, expect_cpu, expect_named, takes_any_cpu};
 pub use workload::{Assertions, Capacity, OtherVendors, STARTS, STARTS_LOOK, Workload};

@@ -22,6 +22,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::Check;
 use crate::containerd::{block_on, bundles};
 use crate::program;
+use crate::ps::container::Ending;
 
 const NAME: &str = "leftovers";
 const LIMIT: Duration = Duration::from_secs(30);
@@ -64,7 +65,8 @@ pub fn checks(state: &Path, fix: bool) -> Vec<Check> {
     left.extend(directories(Path::new(names::RESTORE_DIR)));
     left.extend(sockets(&state.join(SOCKETS)));
     left.extend(of_runc(Path::new(names::RUNC_TRANSACTIONS)));
-    let mut checks: Vec<Check> = bundles.iter().filter_map(|bundle| suspended(bundle)).collect();
+    let stands_still = |bundle: &PathBuf| suspended(bundle).or_else(|| kept(bundle));
+    let mut checks: Vec<Check> = bundles.iter().filter_map(stands_still).collect();
     if left.is_empty() {
         checks.push(Check::ok(NAME, "none"))
     } else {
@@ -191,6 +193,26 @@ fn suspended(bundle: &Path) -> Option<Check> {
             "suspended",
             format!("{namespace}/{id} is frozen: the driver could not restore its GPU state"),
             format!("`ctr --namespace {namespace} tasks resume {id}` once the GPU is free"),
+        )
+    })
+}
+
+/// A container that stays paused because its copy may run.
+fn kept(bundle: &Path) -> Option<Check> {
+    let init = fs::read_to_string(bundle.join("init.pid"))
+        .ok()?
+        .trim()
+        .parse()
+        .ok()?;
+    let freezer = Cgroup::of_pid(init).and_then(|cgroup| cgroup.freezer_state());
+    let is_paused = matches!(freezer, Ok(FreezerState::Frozen)) && orphan(bundle).is_none();
+    let name = name_of(bundle);
+    (is_paused && Ending::of(bundle) == Some(Ending::Left)).then(|| {
+        Check::warn(
+            "paused",
+            format!("{name} is paused: a command of firn was about to end it, and its copy may run"),
+            "look whether its copy runs, or has done its work, on the node to which it was moved, or whether \
+             its checkpoint is complete: then end it here; if none of that is so, resume it",
         )
     })
 }

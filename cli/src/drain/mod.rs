@@ -19,7 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use firn_host::ProblemLine;
+use firn_host::{CpuFeatures, ProblemLine};
 use firn_transaction::transfer::{RunsElsewhere, Sighting};
 
 use crate::args::DrainArgs;
@@ -28,13 +28,15 @@ use copies::Copies;
 use error::DrainError;
 use kubectl::Kubectl;
 use pods::{Job, List, Node, Part, Pod, jobs};
-use room::look_for_gpus;
+use room::{Target, is_like, look_for_room};
 
 /// Where agents have the node's checkpoints, and the directory that pods are restored from.
 const CHECKPOINTS: &str = "/host/checkpoints";
 const NAMED: &str = "/host/named";
 /// Where they have the notes of which containers were restored.
 const RESTORED: &str = "/host/restored";
+/// Prints what the first CPU of a node can do. Argument: where the kernel has it.
+const LOOK_AT_CPU: &str = "grep -m 1 -E '^(flags|Features)[[:space:]]*:' \"$1\" || [ $? -eq 1 ]";
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// A node and the agent's pod on it.
@@ -67,8 +69,12 @@ fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
     let all: List<Pod> = drain.kubectl.get(&["pods", "--all-namespaces"])?;
     let mut jobs = jobs(&all.items, &args.node, args.with_volumes);
     drain.look_for_names(&mut jobs)?;
-    let free = drain.to.iter().map(|agent| &*agent.node);
-    look_for_gpus(&mut jobs, &drain.nodes, &args.node, free, &all.items);
+    let targets = if jobs.is_empty() {
+        Vec::new()
+    } else {
+        drain.targets()?
+    };
+    let lesser = look_for_room(&mut jobs, &targets, &all.items);
     let movable = jobs.iter().all(|job| job.obstacles.is_empty());
     let mut outcomes = Vec::new();
     for job in &jobs {
@@ -78,6 +84,14 @@ fn drain(args: &DrainArgs) -> Result<bool, DrainError> {
         if job.obstacles.is_empty() && (args.dry_run || !movable) {
             note!("{}/{}: can be moved", job.namespace, job.pod);
         }
+    }
+    for target in lesser.iter().filter(|_| movable) {
+        note!(
+            "firn: the scheduler may choose {}, and jobs start cold there: {}; `kubectl cordon {}` before",
+            target.name(),
+            target.lacks(),
+            target.name()
+        );
     }
     if !movable {
         note!("firn: nothing was touched");
@@ -195,6 +209,30 @@ impl Drain {
             }
         }
         Ok(())
+    }
+
+    /// The nodes to which jobs may go, but for those where no checkpoint of this node is restored.
+    fn targets(&self) -> Result<Vec<Target<'_>>, DrainError> {
+        let named = |agent: &Agent| self.nodes.iter().find(|node| node.metadata.name == agent.node);
+        let (from, cpu) = (named(&self.from), self.cpu(&self.from)?);
+        let mut targets = Vec::new();
+        for agent in &self.to {
+            if let Some(node) = named(agent).filter(|node| from.is_none_or(|from| is_like(from, node))) {
+                let lacking = cpu
+                    .lacking(&self.cpu(agent)?)
+                    .into_iter()
+                    .map(str::to_owned)
+                    .collect();
+                targets.push(Target { node, lacking });
+            }
+        }
+        Ok(targets)
+    }
+
+    /// What the CPUs of an agent's node can do.
+    fn cpu(&self, agent: &Agent) -> Result<CpuFeatures, DrainError> {
+        let shown = self.on(agent, LOOK_AT_CPU, &["/proc/cpuinfo"])?;
+        Ok(CpuFeatures::of(&shown))
     }
 
     fn move_job(&self, job: &Job) -> Outcome {

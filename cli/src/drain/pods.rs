@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use firn_config::names;
+use firn_preflight::takes_any_cpu;
 use firn_transaction::restore::name_for;
 use serde::{Deserialize, Serialize};
 
@@ -197,9 +198,13 @@ impl Pod {
         })
     }
 
+    fn annotation(&self, key: &str) -> Option<&str> {
+        self.metadata.annotations.get(key).map(String::as_str)
+    }
+
     fn restore_from(&self) -> &str {
-        let annotation = self.metadata.annotations.get(names::ANNOTATION_RESTORE_FROM);
-        annotation.map_or("", String::as_str)
+        self.annotation(names::ANNOTATION_RESTORE_FROM)
+            .unwrap_or_default()
     }
 
     /// The names of the containers that have GPUs.
@@ -256,6 +261,9 @@ pub struct Job {
     pub gpus: Gpus,
     /// Its containers with GPUs.
     pub parts: Vec<Part>,
+    /// Whether it is restored on a CPU that lacks instructions, too.
+    #[serde(skip)]
+    pub takes_any_cpu: bool,
     /// Why it cannot be moved. Empty: it can.
     pub obstacles: Vec<String>,
 }
@@ -324,6 +332,7 @@ fn job(pod: &Pod, pods: &[Pod], with_volumes: bool) -> Job {
         uid: pod.metadata.uid.clone(),
         gpus: pod.gpus(),
         parts,
+        takes_any_cpu: takes_any_cpu(pod.annotation(names::ANNOTATION_CPU)),
         obstacles,
     }
 }

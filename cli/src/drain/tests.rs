@@ -20,7 +20,10 @@ esac
 agent=$5; shift 8; script=$1; shift 2
 for path; do
     shift
-    case $path in /host/*) path=$root/$agent/${path#/host/} ;; esac
+    case $path in
+    /host/*) path=$root/$agent/${path#/host/} ;;
+    /proc/*) path=$root/$agent/${path##*/} ;;
+    esac
     set -- "$@" "$path"
 done
 case $script in *ssl_client*) . "$root/checkpoint"; exit ;; esac
@@ -142,6 +145,39 @@ impl Cluster {
             |dir: &'static str| entries(dir).map(move |one| format!("{dir}/{}", one.file_name().display()));
         dirs.flat_map(below).collect()
     }
+}
+
+#[test]
+fn what_the_cpu_of_a_target_lacks_is_seen_there() {
+    let mut cluster = Cluster::new();
+    let node = |name: &str, driver: &str| -> Node {
+        let labels = json!({ "firn.dev/driver": driver });
+        serde_json::from_value(json!({ "metadata": { "name": name, "labels": labels }, "spec": {} })).unwrap()
+    };
+    cluster.drain.nodes = vec![node("north", "1"), node("south", "1"), node("west", "1")];
+    let cpu = "model name\t: A\nflags\t\t: fpu avx2 avx512f vaes\nvmx flags\t: avx\nflags\t\t: fpu\n";
+    cluster.write("north/cpuinfo", cpu);
+    cluster.write("south/cpuinfo", "flags\t\t: fpu avx2 gfni\n");
+    // Of a kernel that names nothing.
+    cluster.write("west/cpuinfo", "model name\t: C\n");
+    let lacking = |cluster: &Cluster| -> Vec<(String, Vec<String>)> {
+        let targets = cluster.drain.targets().unwrap();
+        let shown = targets
+            .iter()
+            .map(|target| (target.name().to_owned(), target.lacking.clone()));
+        shown.collect()
+    };
+    let south = ("south".to_owned(), vec!["avx512f".to_owned(), "vaes".to_owned()]);
+    assert_eq!(
+        lacking(&cluster),
+        [south.clone(), ("west".to_owned(), Vec::new())]
+    );
+    cluster.drain.nodes[2] = node("west", "2");
+    assert_eq!(lacking(&cluster), [south]);
+    // An agent that cannot look is no node that has everything.
+    cluster.drain.nodes[2] = node("west", "1");
+    fs::remove_file(cluster.dir.path().join("west/cpuinfo")).unwrap();
+    assert!(cluster.drain.targets().is_err());
 }
 
 /// The checkpoint of a job that was sent everywhere.

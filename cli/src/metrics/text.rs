@@ -92,13 +92,21 @@ fn live(now: &Now) -> [MetricFamily; 5] {
             (*namespace, container(of)) == (lease.namespace.as_str(), lease.container.as_str())
         })
     };
+    let is_paused = |lease: &Lease| {
+        let mut paused = now
+            .containers
+            .iter()
+            .filter(|container| container.state() == "paused");
+        paused.any(|container| (&container.namespace, &container.id) == (&lease.namespace, &lease.container))
+    };
+    let of = |lease: &Lease| match lease {
+        _ if is_suspended(lease) => "suspended",
+        _ if lease.is_parked() => "parked",
+        _ if is_paused(lease) => "paused",
+        _ => "running",
+    };
     let count = |state: &str| {
-        let of = |lease: &&Lease| match (is_suspended(lease), lease.is_parked()) {
-            (true, _) => state == "suspended",
-            (false, true) => state == "parked",
-            (false, false) => state == "running",
-        };
-        let found = now.leases.iter().filter(of).count();
+        let found = now.leases.iter().filter(|lease| of(lease) == state).count();
         gauge(labels(&["state"], state), precise(found as u64))
     };
     let since = |of: &Transaction| of.elapsed().as_secs_f64();
@@ -106,8 +114,8 @@ fn live(now: &Now) -> [MetricFamily; 5] {
     [
         gauges(
             "firn_gpu_containers",
-            "Containers of containerd with GPUs, by what becomes of their GPU state.",
-            ["running", "parked", "suspended"].map(count).to_vec(),
+            "Containers of containerd with GPUs, by whether they run and have their GPU state.",
+            ["running", "paused", "parked", "suspended"].map(count).to_vec(),
         ),
         gauges(
             "firn_transactions_running",

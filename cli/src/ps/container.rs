@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use firn_config::names;
-use firn_host::{UnlessAbsent, procfs};
+use firn_host::{ProcessTag, UnlessAbsent, procfs};
 use firn_oci::Spec;
 use firn_process::cgroup::{Cgroup, FreezerState};
 use firn_transaction::lease::Lease;
@@ -20,6 +20,11 @@ use crate::text;
 
 /// What firn-runc's containers have in the place of a namespace.
 const RUNC: &str = "firn-runc";
+
+/// Why a container is paused that no command ends any more.
+const LEFT: &str = "a command of firn was about to end it, and has ended itself: its copy may run, or have done its \
+                    work, on the node to which it was moved, or its checkpoint is complete. If none of that is so, \
+                    resume it";
 
 /// What runc's init is called until the container is started.
 const CREATED: &str = "runc:[";
@@ -35,9 +40,29 @@ pub struct Container {
     pub pids: Vec<i32>,
     pub transaction: Option<Transaction>,
     state: &'static str,
+    ending: Option<Ending>,
     pub gpus: Vec<Gpu>,
     /// As the driver reports it.
     pub gpu_memory: Option<u64>,
+}
+
+/// What becomes of a paused container that a command of firn is to end: its copy may run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The command works on it.
+    UnderWay,
+    /// The command has ended, and the container stays.
+    Left,
+}
+
+impl Ending {
+    pub fn of(bundle: &Path) -> Option<Self> {
+        let command = fs::read_to_string(bundle.join(names::BUNDLE_PAUSE_KEPT)).ok()?;
+        let is_alive = command
+            .parse()
+            .is_ok_and(|command: ProcessTag| command.is_alive());
+        Some(if is_alive { Self::UnderWay } else { Self::Left })
+    }
 }
 
 /// A GPU of a container.
@@ -70,9 +95,10 @@ pub struct ContainerRow<'a> {
     gpu_memory: Option<u64>,
     /// What is in progress, or was when its shim was killed; absent if there is nothing.
     transaction: Option<transaction::TransactionRow<'a>>,
-    /// Why it is suspended, or killed; absent otherwise.
+    /// Why it is suspended, killed, or paused with a copy that may run; absent otherwise.
     reason: Option<String>,
-    /// The command that lets it continue; absent if it runs, or if something is in progress.
+    /// The command that lets it continue; absent if it runs, if something is in progress, or if a command of firn
+    /// had paused it and was about to end it, so that its copy may run.
     resume: Option<String>,
 }
 
@@ -186,6 +212,7 @@ impl Container {
             pids,
             transaction,
             state,
+            ending: Ending::of(bundle).filter(|_| state == "paused"),
             gpus: Vec::new(),
             gpu_memory: None,
         }))
@@ -217,10 +244,10 @@ impl Container {
             .or(self.gpu_memory)
     }
 
-    /// The command that lets it continue, if it stands still and nothing works on it.
+    /// The command that lets it continue, if it stands still, nothing works on it, and no copy may run.
     pub fn resume(&self) -> Option<String> {
         let id = &self.id;
-        if !matches!(self.state, "suspended" | "parked" | "paused") {
+        if self.ending.is_some() || !matches!(self.state, "suspended" | "parked" | "paused") {
             return None;
         }
         if let Some(root) = &self.root {
@@ -236,8 +263,11 @@ impl Container {
         })
     }
 
-    /// Why it is suspended, or killed.
+    /// Why it is suspended, killed, or paused with a copy.
     pub fn reason(&self) -> Option<String> {
+        if self.ending == Some(Ending::Left) {
+            return Some(LEFT.to_owned());
+        }
         let transaction = self.transaction.as_ref()?;
         let unknown = || "see containerd's log; its journal is of an older firn".to_owned();
         match transaction.state() {

@@ -78,9 +78,18 @@ pub(super) async fn serve(
         }
         // Of a command that is dead already nothing comes any more.
         Wanted::Keep(command) if command.is_alive() && container.keep_paused_for(command) => {
+            note_kept(container, command);
             Ok(Empty::default())
         }
         Wanted::Keep(command) => Err(refused(names::ANNOTATION_PAUSE_KEPT, &command.to_string())),
+    }
+}
+
+/// For `firn ps`: whoever resumes this container may have it twice.
+fn note_kept(container: &Container, command: ProcessTag) {
+    let note = container.bundle.join(names::BUNDLE_PAUSE_KEPT);
+    if let Err(error) = std::fs::write(&note, command.to_string()) {
+        log::warn!("cannot write {}: {error}", note.display());
     }
 }
 
@@ -197,6 +206,7 @@ mod tests {
         let stub = Stub::start().await;
         let container = stub.running(PLAIN);
         let (pause_for, kept) = (names::ANNOTATION_PAUSE_FOR, names::ANNOTATION_PAUSE_KEPT);
+        let note = container.bundle.join(names::BUNDLE_PAUSE_KEPT);
         let (first, second) = (command(), command());
         let [name, other] = [&first, &second].map(|command| command.1.to_string());
         send(&stub, pause_for, &name).await.unwrap();
@@ -208,6 +218,7 @@ mod tests {
                 (container.state(), container.paused_for()),
                 (InitState::Paused, None)
             );
+            assert_eq!(std::fs::read_to_string(&note).unwrap(), name);
         }
         // Refused at once, whoever works on it.
         let operation = container.operation.write().await;
@@ -222,6 +233,7 @@ mod tests {
             ..ResumeRequest::default()
         };
         pause::resume(&stub.service, resume.clone()).await.unwrap();
+        assert!(!note.exists());
         send(&stub, pause_for, &name).await.unwrap();
         pause::resume(&stub.service, resume).await.unwrap();
         let pause = PauseRequest {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use containerd_shim_protos::api::{Empty, PauseRequest, ResumeRequest};
 use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
+use firn_config::names;
 use firn_process::cgroup::FreezerState;
 
 use super::{Service, TaskError, moves};
@@ -31,6 +32,7 @@ pub(super) async fn stop(
         container.set_state(InitState::Running);
     }
     container.admit(Action::Pause)?;
+    forget_kept(container);
     container.set_state(InitState::Pausing);
     if let Err(error) = freeze.await {
         if container.state() == InitState::Pausing {
@@ -111,11 +113,17 @@ pub(super) async fn go_on<'c>(
 
 pub(super) fn resumed(service: &Service, container: &Container) -> Empty {
     container.set_state(InitState::Running);
+    forget_kept(container);
     service.publisher.publish(&TaskResumed {
         container_id: container.id.clone(),
         ..TaskResumed::default()
     });
     Empty::default()
+}
+
+/// The pause from now on, if there is one, is no command's that was about to end it.
+fn forget_kept(container: &Container) {
+    let _absent = std::fs::remove_file(container.bundle.join(names::BUNDLE_PAUSE_KEPT));
 }
 
 /// The freezer as it is; none when it cannot be read.

@@ -60,6 +60,15 @@ pub fn metrics_are_printed_and_written(platform: Platform) -> Result<()> {
             has(&resumed, "firn_gpu_containers{state=\"running\"} 1"),
             "{resumed}"
         );
+        let still = Container::count_with(host, "still", &["0"], 1, &[], &[])?;
+        still.task(&["pause"])?;
+        let paused = metrics()?;
+        for state in ["paused", "running"] {
+            let sample = format!("firn_gpu_containers{{state=\"{state}\"}} 1");
+            ensure!(has(&paused, &sample), "no {sample} in\n{paused}");
+        }
+        still.task(&["resume"])?;
+        still.remove()?;
         job.remove()
     })
 }

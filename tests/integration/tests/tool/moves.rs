@@ -344,8 +344,21 @@ pub fn a_killed_move_never_leaves_two(platform: Platform) -> Result<()> {
             sleep(WATCHED);
             runs_only_there(&job, b)
         })?;
+        let shown = a.node().run(&["firn", "ps"])?.stdout;
+        ensure!(
+            shown.contains("its copy may run") && !shown.contains("; to resume it: "),
+            "{shown}"
+        );
+        let doctor = || Ok::<_, anyhow::Error>(a.node().run(&["sh", "-c", "firn doctor || true"])?.stdout);
+        let paused = "default/job is paused: ";
+        let found = doctor()?;
+        ensure!(found.contains(paused), "{found}");
         job.task(&["resume"])?;
         job.goes_on(3)?;
+        let shown = a.node().run(&["firn", "ps"])?.stdout;
+        ensure!(!shown.contains("its copy may run"), "{shown}");
+        let found = doctor()?;
+        ensure!(!found.contains(paused), "{found}");
         job.remove()?;
         a.idle()?;
         b.idle()
