@@ -60,7 +60,7 @@ pub struct Container {
     /// The call in progress that runs hooks, which have no deadline. Who begins it holds the operation lock.
     pub hooks: Slot,
     /// Held while a thread works on the container's /dev, also by one that nobody waits for any more.
-    pub(crate) dev: Arc<Mutex<()>>,
+    pub(crate) dev: Arc<tokio::sync::Mutex<()>>,
     status: Mutex<Status>,
     cgroup: Mutex<Option<Cgroup>>,
     /// Gets the steps of its checkpoints and restores; set where they are firn's own.

@@ -1,8 +1,8 @@
 //! Gives a parked container other GPUs of its node: device rules, nodes in /dev, spec.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_oci::dev_repair::{self, DevError};
@@ -10,8 +10,9 @@ use firn_oci::{Spec, edit};
 use firn_process::OrWarn;
 use firn_process::blocking::{Left, stoppable};
 use firn_process::cancel::CancellationToken;
-use firn_process::panics::lock;
 use firn_remap::{GpuAssignment, Grant};
+use tokio::sync::Mutex;
+use tokio::time::timeout;
 
 use super::error::GrantChangeError;
 use crate::checkpoint::container::ContainerEffects;
@@ -175,16 +176,21 @@ async fn on_dev<T: Send + 'static>(
 }
 
 /// Does `work` once earlier work is over, also work that nobody waits for any more: that could change what
-/// comes after it.
+/// comes after it. So whoever calls first is first, however late its thread begins.
 async fn in_turn<T: Send + 'static>(
     turn: &Arc<Mutex<()>>,
     limit: Duration,
     cancel: &CancellationToken,
     work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
 ) -> Result<T, Left> {
-    let turn = turn.clone();
-    stoppable(limit, cancel, move |stop| {
-        let _turn = lock(&turn);
+    let begun = Instant::now();
+    let turn = tokio::select! {
+        biased;
+        () = cancel.cancelled() => return Err(Left::Cancelled),
+        turn = timeout(limit, turn.clone().lock_owned()) => turn.map_err(|_elapsed| Left::Late)?,
+    };
+    stoppable(limit.saturating_sub(begun.elapsed()), cancel, move |stop| {
+        let _turn = turn;
         work(stop)
     })
     .await
