@@ -85,8 +85,8 @@ fn counted(totals: &Totals) -> [MetricFamily; 5] {
     ]
 }
 
-fn live(now: &Now) -> [MetricFamily; 5] {
-    let (suspended, running) = (now.in_state(State::Suspended), now.in_state(State::Running));
+/// The containers with GPUs by state, a sample for each.
+fn gpu_containers(now: &Now, suspended: &[(&str, &Transaction)]) -> Vec<Metric> {
     let is_suspended = |lease: &Lease| {
         suspended.iter().any(|(namespace, of)| {
             (*namespace, container(of)) == (lease.namespace.as_str(), lease.container.as_str())
@@ -109,13 +109,18 @@ fn live(now: &Now) -> [MetricFamily; 5] {
         let found = now.leases.iter().filter(|lease| of(lease) == state).count();
         gauge(labels(&["state"], state), precise(found as u64))
     };
+    ["running", "paused", "parked", "suspended"].map(count).to_vec()
+}
+
+fn live(now: &Now) -> [MetricFamily; 5] {
+    let (suspended, running) = (now.in_state(State::Suspended), now.in_state(State::Running));
     let since = |of: &Transaction| of.elapsed().as_secs_f64();
     let gauges = |name, help, all| family(name, help, MetricType::GAUGE, all);
     [
         gauges(
             "firn_gpu_containers",
             "Containers of containerd with GPUs, by whether they run and have their GPU state.",
-            ["running", "paused", "parked", "suspended"].map(count).to_vec(),
+            gpu_containers(now, &suspended),
         ),
         gauges(
             "firn_transactions_running",
