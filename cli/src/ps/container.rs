@@ -22,9 +22,9 @@ use crate::text;
 const RUNC: &str = "firn-runc";
 
 /// Why a container is paused that no command ends any more.
-const LEFT: &str = "a command of firn was about to end it, and has ended itself: its copy may run, or have done its \
-                    work, on the node to which it was moved, or its checkpoint is complete. If none of that is so, \
-                    resume it";
+const LEFT: &str = "a command of firn was about to end it, and has ended itself: its copy may run, or have \
+                    done its work, on the node to which it was moved, or its checkpoint is complete. If none \
+                    of that is so, resume it";
 
 /// What runc's init is called until the container is started.
 const CREATED: &str = "runc:[";
@@ -97,8 +97,8 @@ pub struct ContainerRow<'a> {
     transaction: Option<transaction::TransactionRow<'a>>,
     /// Why it is suspended, killed, or paused with a copy that may run; absent otherwise.
     reason: Option<String>,
-    /// The command that lets it continue; absent if it runs, if something is in progress, or if a command of firn
-    /// had paused it and was about to end it, so that its copy may run.
+    /// The command that lets it continue; absent if it runs, if something is in progress, or if a command of
+    /// firn had paused it and was about to end it, so that its copy may run.
     resume: Option<String>,
 }
 
