@@ -168,6 +168,10 @@ mod tests {
         assert!(compare(&source, &here, &any).is_ok());
         let other = spec(json!({ "annotations": { "firn.dev/cpu": "most" } }));
         assert!(compare(&source, &here, &other).is_err());
+        let names: Vec<String> = (0..20).map(|n| format!("f{n:02}")).collect();
+        let many = names.iter().map(String::as_str).collect::<CpuFeatures>();
+        let error = compare(&many, &here, &plain).unwrap_err().to_string();
+        assert!(error.contains(&names.join(", ")), "{error}");
     }
 
     #[test]

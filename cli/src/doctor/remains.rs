@@ -199,15 +199,11 @@ fn suspended(bundle: &Path) -> Option<Check> {
 
 /// A container that stays paused because its copy may run.
 fn kept(bundle: &Path) -> Option<Check> {
-    let init = fs::read_to_string(bundle.join("init.pid"))
-        .ok()?
-        .trim()
-        .parse()
-        .ok()?;
-    let freezer = Cgroup::of_pid(init).and_then(|cgroup| cgroup.freezer_state());
+    Ending::of(bundle).filter(|ending| *ending == Ending::Left)?;
+    let freezer = Cgroup::of_pid(init_of(bundle)?).and_then(|cgroup| cgroup.freezer_state());
     let is_paused = matches!(freezer, Ok(FreezerState::Frozen)) && orphan(bundle).is_none();
-    let name = name_of(bundle);
-    (is_paused && Ending::of(bundle) == Some(Ending::Left)).then(|| {
+    is_paused.then(|| {
+        let name = name_of(bundle);
         Check::warn(
             "paused",
             format!("{name} is paused: a command of firn was about to end it, and its copy may run"),
@@ -229,6 +225,12 @@ fn frozen(bundle: &Path) -> Option<Remnant> {
     })
 }
 
+/// The pid of its init, as the bundle has it.
+fn init_of(bundle: &Path) -> Option<i32> {
+    let pid = fs::read_to_string(bundle.join("init.pid")).ok()?;
+    pid.trim().parse().ok()
+}
+
 /// The pid of such a container, and its cgroup: that of its spec, which the process of this pid is in. The
 /// pid alone may be that of any process by now.
 fn orphan(bundle: &Path) -> Option<(i32, Cgroup)> {
@@ -236,11 +238,7 @@ fn orphan(bundle: &Path) -> Option<(i32, Cgroup)> {
     if !has(names::BUNDLE_CRIU_CONFIG) || has(names::BUNDLE_OTHERS_CGROUP) {
         return None;
     }
-    let pid = fs::read_to_string(bundle.join("init.pid"))
-        .ok()?
-        .trim()
-        .parse()
-        .ok()?;
+    let pid = init_of(bundle)?;
     let parent = procfs::stat_field(pid, PARENT)?.parse().ok()?;
     let keeper = procfs::comm(parent);
     if KEEPERS.iter().any(|name| keeper.starts_with(name)) || has_program(bundle) {
