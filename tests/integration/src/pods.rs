@@ -48,8 +48,10 @@ pub fn install_network_plugin(node: &Node, program: &Path, name: &str) -> Result
 
 /// Gives the images of pods and of their sandboxes to the namespace of Kubernetes.
 pub fn import_pod_images(node: &Node) -> Result<()> {
-    let counter = Built::for_tests()?.program("gpu-counter");
-    let image = Image::new(IMAGE).program(counter, "/bin/gpu-counter");
+    let built = Built::for_tests()?;
+    let image = Image::new(IMAGE)
+        .program(built.program("gpu-counter"), "/bin/gpu-counter")
+        .program(built.program("objects"), "/bin/objects");
     image.import_into(node, "k8s.io")?;
     let pause = Image::new(PAUSE).command(&["sh", "-c", "while :; do sleep 1000; done"]);
     pause.import_into(node, "k8s.io")

@@ -306,6 +306,12 @@ impl Ctr<'_> {
         self.exec_of(&request)
     }
 
+    /// What a script in it prints.
+    pub fn output(&self, script: &str) -> Result<String> {
+        let request = json!({ "containerId": self.id, "cmd": ["sh", "-c", script], "timeout": "20" });
+        decoded(&self.cri.call("ExecSync", &request)?["stdout"])
+    }
+
     /// Runs a program in it by the whole request.
     pub fn exec_of(&self, request: &Value) -> Result<String> {
         let answer = self.cri.call("ExecSync", request)?;

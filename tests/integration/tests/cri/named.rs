@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{LOG, Outcome, failure};
+use firn_lab::{LOG, Outcome, failure, saw_object};
 use firn_node::wait_for;
 use serde_json::{Value, json};
 
 use crate::cri::Point;
 use crate::cri::checkpoints::{ARCHIVE, checkpoint, computes};
-use crate::cri::client::{Cri, Pod};
+use crate::cri::client::{Cri, Ctr, Pod};
+use crate::objects::logs::{self, Reached};
+use crate::objects::table::{SHARED_FILE, movable};
 
 pub const POINTS: &[Point] = &[
     Point::new(
@@ -18,6 +20,12 @@ pub const POINTS: &[Point] = &[
         replicas,
     )
     .claims("restore by annotation, with GPUs", Outcome::Works)
+    .firn_only(),
+    Point::new(
+        "restore by name: objects of every kind",
+        "all continue, FIRN-RESTORE",
+        objects,
+    )
     .firn_only(),
     Point::new(
         "restore by name: what is not allowed or not there",
@@ -95,11 +103,18 @@ fn keep(cri: Cri<'_>, name: &str) -> Result<u64> {
     let pod = cri.pod_annotated("source", &json!({}))?;
     let container = pod.start_with("c", &on_gpu(0, &counter()))?;
     let before = computes(&container, 3)?;
+    keep_of(&pod, &container, name)?;
+    Ok(before)
+}
+
+/// Puts a checkpoint of this container under this name, and removes its pod.
+fn keep_of(pod: &Pod<'_>, container: &Ctr<'_>, name: &str) -> Result<()> {
+    let cri = pod.cri;
     let node = cri.host.node();
     let dir = format!("{FROM}/default/{name}");
     node.run(&["mkdir", "-p", &dir])?;
     if cri.host.suite().has_cri_checkpoint() {
-        checkpoint(&container)?;
+        checkpoint(container)?;
         node.run(&["tar", "-xf", ARCHIVE, "-C", &dir])?;
         node.run(&["rm", ARCHIVE])?;
     } else {
@@ -113,8 +128,7 @@ fn keep(cri: Cri<'_>, name: &str) -> Result<u64> {
         node.run(&["sh", "-ec", &layer])?;
         container.ended()?;
     }
-    pod.remove(&[&container])?;
-    Ok(before)
+    pod.remove(&[container])
 }
 
 /// Runs the story with checkpoints that pods of the namespace `default` may name.
@@ -148,6 +162,69 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
         }
         Ok("two continue, on both GPUs, with the files".to_owned())
     })
+}
+
+/// All in one container, each with a process of its own.
+fn objects(cri: Cri<'_>) -> Result<String> {
+    const OF_POD: &str = "with a GPU, of a pod";
+    let mut objects = movable(cri.host.suite());
+    // Its /dev/shm is that of the pod.
+    objects.retain(|object| object.0 != SHARED_FILE.0);
+    let script = format!(
+        "{} exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8",
+        logs::start(&objects)
+    );
+    // As CRI names them.
+    let add: Vec<&str> = logs::capabilities(&objects)
+        .into_iter()
+        .filter_map(|capability| capability.strip_prefix("CAP_"))
+        .collect();
+    let more = json!({ "linux": { "securityContext": { "capabilities": { "addCapabilities": add } } } });
+    let of = |command: &Value| {
+        let mut special = on_gpu(0, command);
+        special["linux"] = more["linux"].clone();
+        special
+    };
+    allowed(cri, || {
+        let pod = cri.pod_annotated("source", &json!({}))?;
+        let container = pod.start_with("c", &of(&json!(["sh", "-c", script])))?;
+        computes(&container, 3)?;
+        let show = |container: &Ctr<'_>| container.output(logs::SHOW);
+        let before = logs::all_go_on(|| show(&container), &objects, &Reached::new())?;
+        keep_of(&pod, &container, "objects")?;
+        let pod = cri.pod_annotated("copy", &json!({ "firn.dev/restore-from": "objects" }))?;
+        let copy = pod.start_with("c", &of(&cold()))?;
+        logs::all_go_on(|| show(&copy), &objects, &before).context("the copy")?;
+        pod.remove(&[&copy])?;
+        for object in &objects {
+            saw_object(object.1, OF_POD, "moves")?;
+        }
+        let code = with_shared_file(cri)?;
+        saw_object(
+            SHARED_FILE.1,
+            OF_POD,
+            "CRIU cannot restore it in another pod: FIRN-RESTORE",
+        )?;
+        Ok(format!("all continue, {code}"))
+    })
+}
+
+/// The pod's /dev/shm is in no checkpoint of a container. Returns the code with which the copy is refused.
+fn with_shared_file(cri: Cri<'_>) -> Result<String> {
+    let script = format!(
+        "{} exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8",
+        logs::start(&[SHARED_FILE])
+    );
+    let pod = cri.pod_annotated("shared", &json!({}))?;
+    let container = pod.start_with("c", &on_gpu(0, &json!(["sh", "-c", script])))?;
+    computes(&container, 3)?;
+    logs::all_go_on(|| container.output(logs::SHOW), &[SHARED_FILE], &Reached::new())?;
+    keep_of(&pod, &container, "shared")?;
+    refused(
+        cri,
+        &json!({ "firn.dev/restore-from": "shared" }),
+        &on_gpu(0, &cold()),
+    )
 }
 
 fn falls_back() -> Value {

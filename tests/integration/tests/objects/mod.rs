@@ -4,8 +4,9 @@
 //!
 //! Needs root.
 
+pub(crate) mod logs;
 mod random;
-mod table;
+pub(crate) mod table;
 
 use std::time::Duration;
 
@@ -67,9 +68,7 @@ impl Kind {
 
     /// A container in which each of these objects has a process and a log of its own.
     fn start_all<'h>(self, host: &'h GpuHost, objects: &[Object<'_>]) -> Result<Container<'h>> {
-        let start = |(kind, ..): &Object<'_>| format!("objects {kind} /object-{kind} /log-{kind} & ");
-        let script: String = objects.iter().map(start).collect();
-        self.run(host, objects, &script, " wait")
+        self.run(host, objects, &logs::start(objects), " wait")
     }
 
     /// A container in which this script starts the processes of these objects, and which computes then;
@@ -157,7 +156,7 @@ fn host(platform: Platform, name: &str) -> Result<GpuHost> {
 /// All in one container, each with a process of its own.
 fn objects_move(platform: Platform) -> Result<()> {
     on([host(platform, "ob-m")?], |[host]| {
-        let objects = movable(platform);
+        let objects = movable(platform.suite);
         for kind in KINDS {
             move_all(host, &objects, kind).with_context(|| kind.shown())?;
             for object in &objects {

@@ -45,7 +45,7 @@ impl Drawn {
         } else {
             Kind::Gpu
         };
-        let mut moving = movable(platform);
+        let mut moving = movable(platform.suite);
         let mut refusing = REFUSED.to_vec();
         let refused = match random.below(3) {
             0 => {

@@ -1,9 +1,11 @@
 //! The objects of the suite: the kinds that the workload `objects` makes, and what becomes of each.
 
-use firn_node::Platform;
+use firn_node::Suite;
 
 /// A kind of the workload `objects`, its name on the page, and options of its container.
-pub(super) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
+pub(crate) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
+
+pub(crate) const SHARED_FILE: Object<'static> = ("shared-file", "file in /dev/shm, mapped", &[]);
 
 const MOVES: [Object<'_>; 44] = [
     ("flock", "lock of a file: flock", &[]),
@@ -29,15 +31,15 @@ const MOVES: [Object<'_>; 44] = [
     ("fifo", "named pipe, with unread bytes", &[]),
     ("pty", "pseudoterminal, both ends", &[]),
     ("path-only", "descriptor that only names a file (O_PATH)", &[]),
-    ("shared-file", "file in /dev/shm, mapped", &[]),
+    SHARED_FILE,
     ("shared-memory", "shared memory of System V", &[]),
     ("semaphore", "semaphore of System V", &[]),
     ("message-queue", "message queue of System V, with a message", &[]),
     ("posix-timer", "POSIX timer, periodic, that sends signals", &[]),
     ("aio", "context for asynchronous I/O (aio)", &[]),
     ("netlink", "netlink socket", &[]),
-    ("packet", "packet socket", &[]),
-    ("raw", "raw IP socket", &[]),
+    ("packet", "packet socket", NET_RAW),
+    ("raw", "raw IP socket", NET_RAW),
     ("zombie", "child that was not waited for", &[]),
     ("no-directory", "working directory that was removed", &[]),
     ("nice", "nice value", &[]),
@@ -149,11 +151,13 @@ pub(super) const REFUSED: [Refused; 14] = [
 
 const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
 const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
+/// podman and CRI do not give it, and ctr does.
+const NET_RAW: &[&str] = &["--cap-add", "CAP_NET_RAW"];
 const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
 
-/// Those of [`MOVES`] that the CRIU of a platform can dump.
-pub(super) fn movable(platform: Platform) -> Vec<Object<'static>> {
-    let is_fit = |object: &Object<'_>| platform == Platform::FORKY || !NET.contains(&object.0);
+/// Those of [`MOVES`] that the CRIU of a Debian suite can dump.
+pub(crate) fn movable(suite: Suite) -> Vec<Object<'static>> {
+    let is_fit = |object: &Object<'_>| suite == Suite::Forky || !NET.contains(&object.0);
     MOVES.into_iter().filter(is_fit).collect()
 }
 

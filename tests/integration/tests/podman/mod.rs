@@ -9,10 +9,12 @@ use std::process::Stdio;
 
 use anyhow::{Context, Result, ensure};
 use firn_documents::{Page, root};
-use firn_lab::{GpuHost, IMAGE, Outcome, cases, matrix, on};
+use firn_lab::{GpuHost, IMAGE, Outcome, cases, matrix, on, saw_object};
 use firn_node::{CgroupMode, Platform, wait_for};
 use serde_json::Value;
 
+use crate::objects::logs::{self, Reached};
+use crate::objects::table::movable;
 use client::{ARCHIVE, FIRN_RUNC, LIMIT, Podman, host};
 
 /// Operations in the table of clients.
@@ -77,6 +79,50 @@ fn a_counter_goes_on_and_moves(platform: Platform) -> Result<()> {
         podman.run(&["container", "restore", "copy"])?;
         podman.goes_on("copy", 3)?;
         claims.works("`container checkpoint`, `container restore`")?;
+        podman.clear()
+    })
+}
+
+/// All in one container, each with a process of its own.
+fn objects_move(platform: Platform) -> Result<()> {
+    const WITH_GPU: &str = "with a GPU, of podman";
+    on([host(platform, "po-obj", 1)?], |[node]| {
+        let (podman, objects) = (Podman(node), movable(platform.suite));
+        let script = format!(
+            "{} exec /bin/gpu-counter --interval-ms 50 --mib 8",
+            logs::start(&objects)
+        );
+        let add = logs::capabilities(&objects);
+        let add = add.iter().flat_map(|capability| ["--cap-add", capability]);
+        let run = ["--runtime", "firn-runc", "run", "--detach", "--network", "none"];
+        let job = [
+            // A process with a filter of its own shows no more than one without.
+            "--security-opt",
+            "seccomp=unconfined",
+            "--name",
+            "job",
+            "--device",
+            "nvidia.com/gpu=0",
+            IMAGE,
+            "sh",
+            "-c",
+            &script,
+        ];
+        let words: Vec<&str> = run.into_iter().chain(add).chain(job).collect();
+        podman.run(&words)?;
+        podman.goes_on("job", 3)?;
+        let show = || podman.run(&["exec", "job", "sh", "-c", logs::SHOW]);
+        let before = logs::all_go_on(show, &objects, &Reached::new())?;
+        podman.checkpoint(&["--leave-running"], "job")?;
+        let before = logs::all_go_on(show, &objects, &before).context("after the checkpoint")?;
+        podman.checkpoint(&[], "job")?;
+        podman.run(&["rm", "job"])?;
+        podman.run(&["container", "restore", "--import", ARCHIVE])?;
+        podman.goes_on("job", 3)?;
+        logs::all_go_on(show, &objects, &before).context("the copy")?;
+        for object in &objects {
+            saw_object(object.1, WITH_GPU, "moves")?;
+        }
         podman.clear()
     })
 }
@@ -462,6 +508,7 @@ fn without_gpu_it_is_runc(platform: Platform) -> Result<()> {
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         a_counter_goes_on_and_moves [FORKY, TRIXIE, TRIXIE_V2];
+        objects_move [FORKY, TRIXIE];
         a_failed_checkpoint_costs_nothing [FORKY, TRIXIE];
         a_failed_restore_leaves_nothing [FORKY, TRIXIE];
         a_killed_checkpoint_is_rolled_back [FORKY, TRIXIE];
