@@ -12,6 +12,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::agent::args::{LabelsArgs, NodeAgentArgs};
 
+use crate::complete;
 use crate::containerd::{ContainerdArgs, Socket};
 use crate::history::args::HistoryArgs;
 use crate::images::args::ImagesCommand;
@@ -60,6 +61,7 @@ pub enum Command {
     Uninstall(UninstallArgs),
     Labels(LabelsArgs),
     NodeAgent(NodeAgentArgs),
+    Version(VersionArgs),
     Completions(CompletionsArgs),
     #[command(hide = true)]
     Man(ManArgs),
@@ -241,6 +243,7 @@ pub struct MoveGpuArgs {
 #[derive(Debug, clap::Args)]
 pub struct TaskArgs {
     /// Id of the container.
+    #[arg(add = complete::tasks())]
     pub id: String,
     /// What to do if another container of firn has one of the GPUs. Default: the container's
     /// annotation firn.dev/gpu-busy, or the configuration.
@@ -248,6 +251,9 @@ pub struct TaskArgs {
     pub busy: Option<Busy>,
     #[command(flatten)]
     pub containerd: ContainerdArgs,
+    /// Print no progress.
+    #[arg(long, short)]
+    pub quiet: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
@@ -343,7 +349,21 @@ pub struct CdiListArgs {
     pub json: bool,
 }
 
-/// Print what a shell needs to complete firn's commands and options.
+/// Print the version of this program, and the commit from which it was built.
+///
+/// `firn doctor` shows those of the other programs on the node.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  firn version\n  firn version --json\n\n\
+                  Exit status: 0 done, 1 failed, 2 wrong usage.")]
+pub struct VersionArgs {
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Print what a shell needs to complete firn's commands and options, and names of containers and checkpoints.
+///
+/// The shell calls firn for that, with FIRN_COMPLETE in its environment.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "Examples:\n  firn completions bash >/etc/bash_completion.d/firn\n  \

@@ -208,13 +208,17 @@ impl Containerd {
         self.call(container_calls::DELETE, id.to_owned()).await
     }
 
-    /// The containers with this label.
-    pub async fn with_label(&self, name: &str, value: &str) -> Result<Vec<Container>, CallError> {
-        self.list(format!("labels.{name:?}=={value:?}")).await
+    /// The containers of the connection's namespace.
+    pub async fn containers(&self) -> Result<Vec<Container>, CallError> {
+        self.list(Vec::new()).await
     }
 
-    async fn list(&self, filter: String) -> Result<Vec<Container>, CallError> {
-        let filters = vec![filter];
+    /// The containers with this label.
+    pub async fn with_label(&self, name: &str, value: &str) -> Result<Vec<Container>, CallError> {
+        self.list(vec![format!("labels.{name:?}=={value:?}")]).await
+    }
+
+    async fn list(&self, filters: Vec<String>) -> Result<Vec<Container>, CallError> {
         let request = container_calls::ListRequest { filters };
         let listed: container_calls::ListResponse = self.call(container_calls::LIST, request).await?;
         Ok(listed.containers)

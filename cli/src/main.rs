@@ -12,6 +12,7 @@ mod args;
 mod audit;
 mod cdi;
 mod checkpoint;
+mod complete;
 mod config;
 mod containerd;
 mod daemon;
@@ -56,6 +57,9 @@ use args::{Args, Command};
 use outcome::Outcome;
 
 fn main() -> ExitCode {
+    if complete::answer(Args::command) {
+        return ExitCode::SUCCESS;
+    }
     let matches = Args::command().get_matches();
     let args = Args::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let result: Result<Outcome> = match args.command {
@@ -77,6 +81,7 @@ fn main() -> ExitCode {
         Command::Uninstall(args) => install::uninstall(&args).map(Outcome::from),
         Command::Labels(args) => agent::labels::run(&args).map(Outcome::from),
         Command::NodeAgent(args) => agent::run(&args).map(Outcome::from),
+        Command::Version(args) => manual::version(&args).map(Outcome::from),
         Command::Completions(args) => manual::completions(&args).map(Outcome::from),
         Command::Man(args) => manual::pages(&args).map(Outcome::from),
         Command::Cdi(command) => cdi::run(&command).map(Outcome::from),

@@ -68,7 +68,7 @@ pub fn move_gpu(args: &MoveGpuArgs) -> Result<Outcome> {
 fn run(task: &TaskArgs, gpus: &str, doing: &str) -> Result<Outcome> {
     let begun = Instant::now();
     let doing = format!("{doing} {}", task.id);
-    match block_on(with_progress(&doing, call(task, gpus)))? {
+    match block_on(with_progress(task.quiet, &doing, call(task, gpus)))? {
         Ok(()) => {
             let (id, namespace, took) = (&task.id, &task.containerd.namespace, begun.elapsed());
             if task.json {
@@ -100,8 +100,11 @@ struct Failure {
     is_refused: bool,
 }
 
-/// Waits for a call. A person sees from time to time what it does.
-pub async fn with_progress<T>(doing: &str, call: impl Future<Output = T>) -> T {
+/// Waits for a call. A person sees from time to time what it does, unless it is to be `quiet`.
+pub async fn with_progress<T>(quiet: bool, doing: &str, call: impl Future<Output = T>) -> T {
+    if quiet {
+        return call.await;
+    }
     let begun = Instant::now();
     let mut call = Box::pin(call);
     let mut ticks = interval(PROGRESS);

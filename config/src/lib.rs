@@ -18,6 +18,9 @@ mod section;
 pub mod text;
 mod toolkit;
 
+/// The commit from which these programs were built, if `cargo xtask dist` has built them.
+pub const COMMIT: Option<&str> = option_env!("FIRN_COMMIT");
+
 pub use file::{
     Bulk, Checkpoint, Config, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, HugePages, Images,
     InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,

@@ -1,8 +1,9 @@
 //! The command line of `firn checkpoint`.
 
-use clap::Args;
+use clap::{Args, ValueHint};
 
 use super::overrides::OverrideArgs;
+use crate::complete;
 use crate::containerd::Socket;
 use crate::place::Kind;
 
@@ -31,13 +32,14 @@ refused, and nothing was touched.";
 pub struct CheckpointArgs {
     /// Id of the container, or nerdctl's name of it. With --pod: the directory that gets the images; firn
     /// makes it if it is not there.
-    #[arg(value_name = "CONTAINER")]
+    #[arg(value_name = "CONTAINER", add = complete::tasks())]
     pub container: String,
     /// What the checkpoint becomes: the name of an image, a tar file, or a directory.
     #[arg(
         value_name = "REF|FILE|DIR",
         required_unless_present = "pod",
-        conflicts_with = "pod"
+        conflicts_with = "pod",
+        value_hint = ValueHint::AnyPath
     )]
     pub to: Option<String>,
     /// The pod, as NAMESPACE/NAME.
@@ -62,6 +64,9 @@ pub struct CheckpointArgs {
     pub namespace: Option<String>,
     #[command(flatten)]
     pub containerd: Socket,
+    /// Print no progress.
+    #[arg(long, short)]
+    pub quiet: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

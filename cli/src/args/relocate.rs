@@ -3,6 +3,7 @@
 use clap::Args;
 
 use super::overrides::OverrideArgs;
+use crate::complete;
 use crate::containerd::ContainerdArgs;
 
 const HELP: &str = "Examples:
@@ -24,6 +25,7 @@ continues here, or the error names what to do, 2 wrong usage, 3 refused, and not
 #[command(after_help = HELP)]
 pub struct MoveArgs {
     /// Id of the container.
+    #[arg(add = complete::tasks())]
     pub container: String,
     /// The other node, as ssh takes it: USER@HOST.
     #[arg(value_parser = node)]
@@ -58,6 +60,9 @@ pub struct MoveArgs {
     pub remote_firn: String,
     #[command(flatten)]
     pub containerd: ContainerdArgs,
+    /// Print no progress.
+    #[arg(long, short)]
+    pub quiet: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

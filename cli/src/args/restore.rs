@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use crate::complete;
 use crate::containerd::ContainerdArgs;
 use crate::place::Kind;
 
@@ -37,14 +38,19 @@ const GIVEN: [&str; 6] = ["name", "into", "dir", "explain", "work_dir", "log"];
 #[command(after_help = HELP)]
 pub struct RestoreArgs {
     /// The checkpoint. With --dir: id of the container.
-    #[arg(value_name = "REF|FILE|DIR")]
+    #[arg(value_name = "REF|FILE|DIR", add = complete::places())]
     pub from: String,
     /// The image directory; the argument is the container's id then.
     #[arg(long, conflicts_with_all = ["name", "kind", "explain", "into"])]
     pub dir: Option<PathBuf>,
     /// Container to restore into, which containerd knows and which has no task that runs, such as one of
     /// `nerdctl create`: its id or nerdctl's name of it. Of an image or a tar file it gets the files, too.
-    #[arg(long, value_name = "CONTAINER", conflicts_with_all = ["name", "explain"])]
+    #[arg(
+        long,
+        value_name = "CONTAINER",
+        conflicts_with_all = ["name", "explain"],
+        add = complete::containers()
+    )]
     pub into: Option<String>,
     /// Id of the container. Default: that of the source.
     #[arg(long, value_name = "ID")]
@@ -90,6 +96,9 @@ pub struct RestoreArgs {
     /// or what nerdctl has chosen for its container.
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
+    /// Print no progress.
+    #[arg(long, short)]
+    pub quiet: bool,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,

@@ -88,7 +88,7 @@ pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
     let (None, Some(to)) = (&args.pod, &args.to) else {
         return pod::run(args);
     };
-    let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
+    let (begun, mut steps) = (Instant::now(), Steps::new(args.json || args.quiet));
     let done = match Location::of(to, args.kind) {
         Ok(place) if args.explain => {
             explain::print(args, &place);

@@ -97,7 +97,7 @@ pub fn run(args: &CheckpointArgs) -> Result<Outcome> {
     let pod = args.pod.as_deref().unwrap_or_default();
     let doing = format!("checkpoint of pod {pod}");
     let mut ids = Vec::new();
-    match block_on(with_progress(&doing, checkpoint(args, pod, &mut ids)))? {
+    match block_on(with_progress(args.quiet, &doing, checkpoint(args, pod, &mut ids)))? {
         Ok(images) => {
             let took = begun.elapsed();
             let memory = images.iter().filter_map(|(name, image)| {

@@ -29,7 +29,7 @@ impl Containerd {
         }
         let mut found = self.with_label(NERDCTL_NAME, word).await?;
         if found.is_empty() && is_hexadecimal(word) {
-            let listed = self.list(format!("id~=\"^{word}\"")).await?;
+            let listed = self.list(vec![format!("id~=\"^{word}\"")]).await?;
             let is_meant = |container: &Container| begins(&container.id, word);
             found = listed.into_iter().filter(is_meant).collect();
         }

@@ -6,6 +6,8 @@ use chrono::{Local, NaiveDateTime};
 use firn_config::{names, parse_quantity};
 use firn_host::{Rfc3339, clock};
 
+use crate::complete;
+
 /// Show the checkpoints, restores, pauses, resumes and moves that have ended on this node.
 ///
 /// With what became of each, its error code, how long it took, and the phase that failed or took longest.
@@ -18,6 +20,7 @@ use firn_host::{Rfc3339, clock};
 )]
 pub struct HistoryArgs {
     /// Id of a container. Default: all.
+    #[arg(add = complete::all_tasks())]
     pub container: Option<String>,
     /// Only containers of this namespace of containerd.
     #[arg(long, short)]

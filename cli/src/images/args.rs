@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 
+use crate::complete;
 use crate::containerd::Socket;
 use crate::store::args::duration;
 
@@ -76,7 +77,7 @@ pub struct ListArgs {
                   Exit status: 0 done, 1 nothing was removed, or not all, 2 wrong usage.")]
 pub struct PruneArgs {
     /// Names of checkpoints.
-    #[arg(value_name = "NAME", required_unless_present = "older_than")]
+    #[arg(value_name = "NAME", required_unless_present = "older_than", add = complete::images())]
     pub names: Vec<String>,
     /// All that are older, or of the named ones those: a whole number and s, m, h or d.
     #[arg(long, value_name = "TIME", value_parser = duration)]

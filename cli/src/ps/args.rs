@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::complete;
+
 /// Where the bundles are.
 #[derive(Debug, clap::Args)]
 pub struct Where {
@@ -31,6 +33,7 @@ Exit status: 0 done, also if no container runs, 1 failed, or there is no such co
 #[command(after_help = PS)]
 pub struct PsArgs {
     /// Id of a container. Shows it in detail.
+    #[arg(add = complete::all_tasks())]
     pub container: Option<String>,
     #[command(flatten)]
     pub at: Where,

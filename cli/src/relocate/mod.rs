@@ -71,7 +71,7 @@ struct Relocation<'a> {
 printed! { Relocation<'_>: "move" }
 
 pub fn run(args: &MoveArgs) -> Result<Outcome> {
-    let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
+    let (begun, mut steps) = (Instant::now(), Steps::new(args.json || args.quiet));
     let mut args = args.clone();
     let done = match block_on(find(&args))? {
         // Not in a future: it waits for firn-gpu.

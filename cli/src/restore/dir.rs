@@ -55,7 +55,7 @@ pub async fn restore(
         restored.plan = Some(Plan::of_view(node, spec, &View::of_dir(&dir)?, &dir)?);
         return Ok(restored);
     }
-    if !args.json {
+    if !args.json && !args.quiet {
         let size = text::bytes(size(&dir));
         note!("restoring {id} from {} ({size})", dir.display());
     }

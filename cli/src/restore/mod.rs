@@ -108,7 +108,7 @@ pub fn run(args: &RestoreArgs) -> Result<Outcome> {
     if let Some(image) = &args.check {
         return check::run(args, image).map(Outcome::from);
     }
-    let (begun, mut steps) = (Instant::now(), Steps::new(args.json));
+    let (begun, mut steps) = (Instant::now(), Steps::new(args.json || args.quiet));
     let place = match &args.dir {
         Some(dir) => Ok(Location::Dir(dir.clone())),
         None => Location::of(&args.from, args.kind),

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::complete;
 use crate::containerd::ContainerdArgs;
 use crate::place::Kind;
 
@@ -10,7 +11,7 @@ use crate::place::Kind;
 pub struct SubjectArgs {
     /// A checkpoint: an image directory, a tar file, or the name of an image in containerd. Or the id of a
     /// running container; for `firn audit` also a pid.
-    #[arg(value_name = "CONTAINER|DIR|FILE|REF")]
+    #[arg(value_name = "CONTAINER|DIR|FILE|REF", add = complete::subjects())]
     pub subject: String,
     /// What the argument is, if its form does not decide.
     #[arg(long = "as", value_name = "KIND")]

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use containerd_shim_protos::types::introspection::{RuntimeInfo, RuntimeVersion};
-use firn_config::find_runtime;
+use firn_config::{COMMIT, find_runtime};
 use firn_process::reaper::Reaper;
 use protobuf::well_known_types::any::Any;
 use protobuf::{Message, MessageField};
@@ -29,7 +29,8 @@ const LIMIT: Duration = Duration::from_secs(5);
 pub fn version(program: Option<OsString>) -> String {
     let program = program.unwrap_or_default();
     let name = Path::new(&program).file_name().unwrap_or_default();
-    format!("{}:\n  Version:  {VERSION}\n", name.display())
+    let revision = COMMIT.map_or_else(String::new, |commit| format!("  Revision: {commit}\n"));
+    format!("{}:\n  Version:  {VERSION}\n{revision}", name.display())
 }
 
 /// Answers `-info`: options from stdin, the runtime's features to stdout.
@@ -48,6 +49,7 @@ fn describe(stdin: &[u8]) -> Result<RuntimeInfo, ActionError> {
         name: RUNTIME_NAME.to_owned(),
         version: MessageField::some(RuntimeVersion {
             version: VERSION.to_owned(),
+            revision: COMMIT.unwrap_or_default().to_owned(),
             ..RuntimeVersion::default()
         }),
         options: Some(sent).filter(|_| !stdin.is_empty()).into(),

@@ -193,7 +193,8 @@ fn shows_its_manual(node: &Node) -> Result<()> {
         "{page}"
     );
     let complete = "source /usr/share/bash-completion/completions/firn; \\
-                    COMP_WORDS=(firn aud) COMP_CWORD=1; _firn firn aud firn; echo ${COMPREPLY[*]}";
+                    COMP_WORDS=(firn aud) COMP_CWORD=1; \\
+                    _clap_complete_firn firn aud firn; echo ${COMPREPLY[*]}";
     let complete = node.run(&["bash", "-c", complete])?.stdout;
     ensure!(complete.trim() == "audit", "{complete}");
     let sums = node.run(&["dpkg", "--verify", "firn"])?.stdout;

@@ -64,25 +64,46 @@ pub fn run(cmd: &Cmd) -> Result<()> {
         some => some,
     };
     let out = workspace.join(&cmd.out);
-    let sums = release(&workspace, &out, arches)?;
+    let commit = commit(&workspace).ok();
+    let sources = Sources {
+        dir: &workspace,
+        commit: commit.as_deref(),
+    };
+    let sums = release(sources, &out, arches)?;
     print!("{sums}");
     if cmd.twice {
         let copy = tempfile::tempdir_in(workspace.join("target"))?;
-        let sources = copy.path().join("sources");
-        copy_sources(&workspace, &sources)?;
-        let again = release(&sources, &copy.path().join("out"), arches)?;
+        let dir = &copy.path().join("sources");
+        copy_sources(&workspace, dir)?;
+        let again = release(Sources { dir, ..sources }, &copy.path().join("out"), arches)?;
         ensure!(again == sums, "the second time the sums were\n{again}");
         println!("the same bytes the second time");
     }
     Ok(())
 }
 
-/// Makes the release of the sources in `workspace`. Returns the sums of its files.
-fn release(workspace: &Path, out: &Path, arches: &[Arch]) -> Result<String> {
+/// What a release is made of.
+#[derive(Clone, Copy)]
+struct Sources<'a> {
+    dir: &'a Path,
+    /// Their commit, which the programs show; none of sources without git.
+    commit: Option<&'a str>,
+}
+
+/// The commit, with a plus sign if the sources are not as it has them.
+fn commit(workspace: &Path) -> Result<String> {
+    let git = |words: &[&str]| output(Command::new("git").args(words).current_dir(workspace));
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    let mark = if changed.is_empty() { "" } else { "+" };
+    Ok(format!("{}{mark}", git(&["rev-parse", "HEAD"])?.trim()))
+}
+
+/// Makes the release. Returns the sums of its files.
+fn release(sources: Sources<'_>, out: &Path, arches: &[Arch]) -> Result<String> {
     fs::create_dir_all(out).with_context(|| format!("make {}", out.display()))?;
     let mut files = Vec::new();
     for arch in arches {
-        files.extend(for_arch(workspace, out, *arch)?);
+        files.extend(for_arch(sources, out, *arch)?);
     }
     let sums = output(Command::new("sha256sum").args(&files).current_dir(out))?;
     fs::write(out.join("SHA256SUMS"), &sums)?;
@@ -90,13 +111,14 @@ fn release(workspace: &Path, out: &Path, arches: &[Arch]) -> Result<String> {
 }
 
 /// Makes what is for this processor. Returns the names of the files.
-fn for_arch(workspace: &Path, out: &Path, arch: Arch) -> Result<Vec<String>> {
+fn for_arch(sources: Sources<'_>, out: &Path, arch: Arch) -> Result<Vec<String>> {
     arch.prepare()?;
+    let workspace = sources.dir;
     let version = env!("CARGO_PKG_VERSION");
     let stage = tempfile::tempdir()?;
     let name = format!("firn-{version}-{arch}");
     let programs = stage.path().join(&name);
-    build_programs(workspace, &programs, arch)?;
+    build_programs(sources, &programs, arch)?;
     start(&programs, arch)?;
     for file in ["LICENSE", "config"] {
         check(
@@ -116,7 +138,7 @@ fn for_arch(workspace: &Path, out: &Path, arch: Arch) -> Result<Vec<String>> {
     let mut files = vec![archive, package, sbom];
     if arch.is_own() {
         // The image has no C library of the node.
-        let fixed = build(workspace, arch, Libc::Musl, &["firn"])?;
+        let fixed = build(sources, arch, Libc::Musl, &["firn"])?;
         files.push(image(out, &programs, &fixed.join("firn"))?);
     }
     Ok(files)
@@ -158,12 +180,12 @@ fn image(out: &Path, release: &Path, fixed: &Path) -> Result<String> {
 }
 
 /// Builds the programs into the directory.
-fn build_programs(workspace: &Path, release: &Path, arch: Arch) -> Result<()> {
+fn build_programs(sources: Sources<'_>, release: &Path, arch: Arch) -> Result<()> {
     fs::create_dir_all(release)?;
     // By itself: packages that are built together get the features that any of them asks for.
-    let fixed = build(workspace, arch, Libc::Musl, &["firn-shim"])?;
+    let fixed = build(sources, arch, Libc::Musl, &["firn-shim"])?;
     copy_into(&fixed.join(SHIM), release)?;
-    let built = build(workspace, arch, Libc::Gnu, &DYNAMIC)?;
+    let built = build(sources, arch, Libc::Gnu, &DYNAMIC)?;
     for name in PROGRAMS.into_iter().filter(|name| *name != SHIM) {
         copy_into(&built.join(name), release)?;
     }
@@ -171,7 +193,8 @@ fn build_programs(workspace: &Path, release: &Path, arch: Arch) -> Result<()> {
 }
 
 /// Builds the packages and returns the directory with their programs.
-fn build(workspace: &Path, arch: Arch, libc: Libc, packages: &[&str]) -> Result<PathBuf> {
+fn build(sources: Sources<'_>, arch: Arch, libc: Libc, packages: &[&str]) -> Result<PathBuf> {
+    let workspace = sources.dir;
     arch.add_target(libc, workspace)?;
     let target = arch.target(libc);
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
@@ -192,6 +215,9 @@ fn build(workspace: &Path, arch: Arch, libc: Libc, packages: &[&str]) -> Result<
         &flags,
     ]);
     cargo.args(packages.iter().flat_map(|package| ["--package", package]));
+    cargo
+        .env_remove("FIRN_COMMIT")
+        .envs(sources.commit.map(|commit| ("FIRN_COMMIT", commit)));
     check(cargo.current_dir(workspace).env_remove("CARGO_TARGET_DIR"))?;
     Ok(workspace.join("target").join(target).join("release"))
 }

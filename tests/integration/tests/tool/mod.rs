@@ -5,6 +5,7 @@ mod failures;
 mod lacks;
 mod moves;
 mod namespaces;
+mod shell;
 mod sshd;
 
 use std::time::Duration;
@@ -289,6 +290,7 @@ pub(crate) fn suite() -> matrix::Suite {
         moves::a_node_that_stalls_holds_nothing [FORKY];
         moves::a_copy_that_dies_after_its_start_costs_nothing [FORKY];
         namespaces::a_container_of_another_namespace_is_as_any_other [FORKY, TRIXIE];
+        shell::a_shell_proposes_containers_and_checkpoints [FORKY];
         sshd::a_container_moves_over_ssh [FORKY, TRIXIE];
     })
 }
