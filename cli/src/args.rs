@@ -17,6 +17,7 @@ use crate::containerd::{ContainerdArgs, Socket};
 use crate::history::args::HistoryArgs;
 use crate::images::args::ImagesCommand;
 use crate::install::args::{InstallArgs, UninstallArgs};
+use crate::logs::args::LogsArgs;
 use crate::metrics::args::MetricsArgs;
 
 use crate::ps::args::PsArgs;
@@ -54,6 +55,7 @@ pub enum Command {
     #[command(subcommand)]
     Images(ImagesCommand),
     Ps(PsArgs),
+    Logs(LogsArgs),
     History(HistoryArgs),
     Metrics(MetricsArgs),
     Drain(DrainArgs),

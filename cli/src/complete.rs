@@ -1,5 +1,6 @@
 //! What a shell proposes for an argument: containers and checkpoints of this node.
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,6 +9,7 @@ use clap_complete::CompleteEnv;
 use clap_complete::engine::{
     ArgValueCandidates, ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter,
 };
+use firn_config::names;
 use tokio::time::timeout;
 
 use crate::containerd::{CallError, Containerd, block_on, bundles};
@@ -50,6 +52,26 @@ pub fn all_tasks() -> ArgValueCandidates {
         let words = words();
         let namespace = value(&words, "--namespace", "-n");
         proposals(with_task(&state(&words), namespace.as_deref()))
+    })
+}
+
+/// Proposes ids of containers that have a task, and of those whose output firn keeps.
+pub fn logs() -> ArgValueCandidates {
+    ArgValueCandidates::new(|| {
+        let words = words();
+        let namespace = namespace(&words);
+        let kept = std::fs::read_dir(Path::new(names::LOGS).join(&namespace))
+            .into_iter()
+            .flatten();
+        let kept = kept.filter_map(|file| {
+            let name = file.ok()?.file_name().into_string().ok()?;
+            Some(name.strip_suffix(".log")?.to_owned())
+        });
+        let all: BTreeSet<String> = with_task(&state(&words), Some(&namespace))
+            .into_iter()
+            .chain(kept)
+            .collect();
+        proposals(all)
     })
 }
 

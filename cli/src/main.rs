@@ -26,6 +26,7 @@ mod images;
 mod inspect;
 mod install;
 mod leftovers;
+mod logs;
 mod manual;
 mod metrics;
 mod moves;
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
         Command::Images(command) => images::run(&command).map(Outcome::from),
         Command::Ps(args) => ps::run(&args).map(Outcome::from),
         Command::History(args) => history::run(&args).map(Outcome::from),
+        Command::Logs(args) => logs::run(&args).map(Outcome::from),
         Command::Metrics(args) => metrics::run(&args).map(Outcome::from),
         Command::Drain(args) => drain::run(&args).map(Outcome::from),
         Command::Install(args) => install::install(&args).map(Outcome::from),

@@ -297,6 +297,9 @@ pub const HISTORY: &str = "/var/lib/firn/history";
 /// Directory in which `firn restore` unpacks checkpoints until their containers run.
 pub const RESTORE_DIR: &str = "/var/lib/firn/restore";
 
+/// Directory with what the containers that `firn restore` has made write to their standard output and error.
+pub const LOGS: &str = "/var/lib/firn/logs";
+
 /// Annotation of a checkpoint image's index: the id of the container.
 pub const ANNOTATION_CONTAINER: &str = "firn.dev/container";
 

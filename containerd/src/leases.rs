@@ -12,6 +12,17 @@ pub const DELETE: &str = "/containerd.services.leases.v1.Leases/Delete";
 pub const LIST: &str = "/containerd.services.leases.v1.Leases/List";
 /// A lease's id gives a [`ListResourcesResponse`].
 pub const LIST_RESOURCES: &str = "/containerd.services.leases.v1.Leases/ListResources";
+/// An [`AddRequest`].
+pub const ADD: &str = "/containerd.services.leases.v1.Leases/AddResource";
+
+#[derive(Clone, PartialEq, Message)]
+pub struct AddRequest {
+    /// Id of the lease.
+    #[prost(string, tag = "1")]
+    pub id: String,
+    #[prost(message, optional, tag = "2")]
+    pub resource: Option<Resource>,
+}
 
 #[derive(Clone, PartialEq, Message)]
 pub struct CreateRequest {
@@ -46,6 +57,7 @@ pub struct ListResponse {
 pub struct Resource {
     #[prost(string, tag = "1")]
     pub id: String,
+    /// `content`, or `snapshots/SNAPSHOTTER`.
     #[prost(string, tag = "2")]
     pub r#type: String,
 }

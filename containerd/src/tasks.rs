@@ -39,6 +39,9 @@ pub struct Process {
     /// One of [`status`].
     #[prost(int32, tag = "4")]
     pub status: i32,
+    /// Where the client has standard output go.
+    #[prost(string, tag = "6")]
+    pub stdout: String,
     #[prost(uint32, tag = "9")]
     pub exit_status: u32,
 }

@@ -92,8 +92,8 @@ pub struct RestoreArgs {
     pub work_dir: PathBuf,
     #[command(flatten)]
     pub containerd: ContainerdArgs,
-    /// File that receives what the container writes to its standard output and error. Without, nothing does,
-    /// or what nerdctl has chosen for its container.
+    /// File that receives what the container writes to its standard output and error. Default: what nerdctl
+    /// has chosen for its container, or a file that `firn logs` shows. /dev/null: nothing is kept.
     #[arg(long, value_name = "FILE")]
     pub log: Option<PathBuf>,
     /// Print no progress.

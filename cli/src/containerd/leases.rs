@@ -5,11 +5,12 @@ use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
 
 use firn_containerd::leases::{
-    CREATE, CreateRequest, DELETE, DeleteRequest, LIST, LIST_RESOURCES, ListResourcesResponse, ListResponse,
+    ADD, AddRequest, CREATE, CreateRequest, DELETE, DeleteRequest, LIST, LIST_RESOURCES,
+    ListResourcesResponse, ListResponse, Resource,
 };
 use firn_host::Rfc3339;
 
-use super::{CallError, Containerd, namespace_value};
+use super::{CallError, Containerd, Snapshot, namespace_value};
 
 /// containerd removes a lease with this label at that time.
 const EXPIRES: &str = "containerd.io/gc.expire";
@@ -32,6 +33,17 @@ impl Containerd {
             namespace: self.namespace.clone(),
             lease: Some(namespace_value(id)?),
         })
+    }
+
+    /// Has the lease of this connection keep a snapshot that was made before, as long as it holds.
+    pub async fn keep_snapshot(&self, snapshot: Snapshot<'_>) -> Result<(), CallError> {
+        let lease = self.lease.as_ref().and_then(|lease| lease.to_str().ok());
+        let id = lease.unwrap_or_default().to_owned();
+        let resource = Some(Resource {
+            id: snapshot.key.to_owned(),
+            r#type: format!("snapshots/{}", snapshot.snapshotter),
+        });
+        self.call(ADD, AddRequest { id, resource }).await
     }
 
     /// Deletes a lease. What it alone has kept is gone afterwards.

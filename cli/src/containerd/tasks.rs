@@ -1,8 +1,8 @@
 //! What is done to running tasks.
 
 use firn_containerd::tasks::{
-    CHECKPOINT, CheckpointRequest, CheckpointResponse, GET, GetResponse, KILL, KillRequest, PAUSE, RESUME,
-    WAIT, status,
+    CHECKPOINT, CheckpointRequest, CheckpointResponse, GET, GetResponse, KILL, KillRequest, PAUSE, Process,
+    RESUME, WAIT, status,
 };
 use serde::{Deserialize, Serialize};
 
@@ -36,12 +36,7 @@ impl Containerd {
 
     /// None: there is no task.
     pub async fn task(&self, id: &str) -> Result<Option<Task>, CallError> {
-        let got: GetResponse = match self.call(GET, id.to_owned()).await {
-            Err(error) if error.is_absent() => return Ok(None),
-            got => got?,
-        };
-        let process = got.process.unwrap_or_default();
-        Ok(Some(Task {
+        Ok(self.process(id).await?.map(|process| Task {
             pid: process.pid,
             state: match process.status {
                 status::RUNNING => TaskState::Running,
@@ -51,6 +46,19 @@ impl Containerd {
             },
             exit_status: process.exit_status,
         }))
+    }
+
+    /// Where a task's client has standard output go, as containerd names it; empty if nowhere. None: there is
+    /// no task.
+    pub async fn stdout(&self, id: &str) -> Result<Option<String>, CallError> {
+        Ok(self.process(id).await?.map(|process| process.stdout))
+    }
+
+    async fn process(&self, id: &str) -> Result<Option<Process>, CallError> {
+        match self.call::<_, GetResponse>(GET, id.to_owned()).await {
+            Err(error) if error.is_absent() => Ok(None),
+            got => Ok(Some(got?.process.unwrap_or_default())),
+        }
     }
 
     pub async fn pause(&self, id: &str) -> Result<(), CallError> {

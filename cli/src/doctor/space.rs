@@ -11,8 +11,14 @@ use nix::sys::statvfs::statvfs;
 use super::Check;
 use crate::{leftovers, text};
 
+/// Output of restored containers that may be too much for a disk.
+const MUCH_OUTPUT: u64 = 4 << 30;
+
 pub fn checks(config: &Config, inventory: Option<&Inventory>, socket: &Path) -> Vec<Check> {
-    let mut checks: Vec<Check> = store(config).into_iter().collect();
+    let mut checks: Vec<Check> = store(config)
+        .into_iter()
+        .chain(logs(Path::new(names::LOGS)))
+        .collect();
     if let Some(inventory) = inventory.filter(|inventory| !inventory.gpus.is_empty()) {
         let in_store = config
             .images
@@ -28,6 +34,27 @@ pub fn checks(config: &Config, inventory: Option<&Inventory>, socket: &Path) -> 
         checks.extend(room(inventory, host, places));
     }
     checks
+}
+
+/// What restored containers have written, if there is anything.
+fn logs(dir: &Path) -> Option<Check> {
+    const NAME: &str = "logs";
+    let below = |dir: PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let files = below(dir.to_owned()).flat_map(|namespace| below(namespace.path()));
+    let sizes: Vec<u64> = files
+        .filter_map(|file| Some(file.metadata().ok()?.len()))
+        .collect();
+    let all: u64 = sizes.iter().sum();
+    let found = format!("{} below {}", text::bytes(all), dir.display());
+    match sizes.len() {
+        0 => None,
+        _ if all < MUCH_OUTPUT => Some(Check::ok(NAME, found)),
+        _ => Some(Check::warn(
+            NAME,
+            found,
+            "empty what nobody needs: `truncate --size 0 FILE`; of containers that are gone: `rm FILE`",
+        )),
+    }
 }
 
 /// The store, if the configuration names one.
@@ -129,6 +156,27 @@ mod tests {
             gpus: vec![serde_json::from_value(gpu).unwrap()],
             ..Inventory::default()
         }
+    }
+
+    #[test]
+    fn the_output_of_restored_containers_is_counted() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(logs(&dir.path().join("none")).is_none() && logs(dir.path()).is_none());
+        let file = dir.path().join("default/job.log");
+        std::fs::create_dir(file.parent().unwrap()).unwrap();
+        let log = std::fs::File::create(&file).unwrap();
+        let check = logs(dir.path()).unwrap();
+        assert!(
+            check.status == Status::Ok && check.found.starts_with("0 B below "),
+            "{check:?}"
+        );
+        // It takes no room.
+        log.set_len(MUCH_OUTPUT).unwrap();
+        let check = logs(dir.path()).unwrap();
+        assert!(
+            check.status == Status::Warn && check.found.contains("4.0 GiB"),
+            "{check:?}"
+        );
     }
 
     #[test]

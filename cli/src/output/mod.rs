@@ -90,6 +90,11 @@ pub fn raw(text: &str) {
     record(io::Write::write_all(&mut io::stdout().lock(), text.as_bytes()));
 }
 
+/// Prints what a container has written, as it is.
+pub fn bytes(bytes: &[u8]) {
+    record(io::Write::write_all(&mut io::stdout().lock(), bytes));
+}
+
 fn record(written: io::Result<()>) {
     if let Err(error) = written {
         CLOSED.store(true, Ordering::Relaxed);

@@ -64,6 +64,9 @@ struct Relocation<'a> {
     dry_run: bool,
     /// A pair for every GPU; absent if it has no GPU state.
     map: Option<GpuMap>,
+    /// File of the other node that gets what the container writes to its standard output and error; absent
+    /// with --dry-run, and if none gets it.
+    log: Option<&'a str>,
     /// The phases that have ended, in their order.
     phases: Vec<Step<'a>>,
 }
@@ -128,6 +131,7 @@ fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &St
             ms: text::ms(took),
             dry_run: args.dry_run,
             map,
+            log: answer["log"].as_str(),
             phases: steps.ended(),
         });
     }
@@ -141,7 +145,11 @@ fn print(args: &MoveArgs, bytes: u64, answer: &Value, begun: Instant, steps: &St
             "{name} runs on {target}, after {:.1} s. {} were sent",
             took.as_secs_f64(),
             text::bytes(bytes)
-        )
+        );
+        if let Some(log) = answer["log"].as_str() {
+            let namespace = &args.containerd.namespace;
+            line!("its output goes to {log} there: `firn logs --namespace {namespace} {name}`");
+        }
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::unpack::unpack;
 use super::{Restored, contents, dir, gpus, into};
 use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
-use crate::containerd::{Any, Container, Containerd, NERDCTL_STATE, Snapshot};
+use crate::containerd::{Any, CallError, Container, Containerd, NERDCTL_STATE, Snapshot};
 use crate::oci_image::{Index, media};
 use crate::output::note;
 use crate::place::Location;
@@ -63,6 +63,10 @@ pub async fn restore(
             Ok(restored)
         }
     };
+    // Where a task may be left, the container may have the files of either.
+    if matches!(done, Err(RestoreError::Left { .. })) {
+        return done;
+    }
     if let Err(error) = plain.end_lease(&lease).await {
         note!("firn: what was read of the checkpoint is left for a day: {error}");
     }
@@ -118,18 +122,32 @@ async fn restore_new(
         snapshot_key: id.clone(),
         ..Container::default()
     };
-    containerd.create_container(container.clone()).await?;
-    let container = &*made.container.insert(container);
+    create(containerd, made, &container).await?;
     steps.begin("restore");
-    made.task_of = Some(id.clone());
-    let start = dir::start(containerd, container, work.path(), args.log.as_deref());
+    let start = dir::start(containerd, made, &container, work.path(), args);
     let namespace = &args.containerd.namespace;
     restored.pid = Some(steps.follow(containerd, namespace, &id, start).await?);
+    restored.log = made.log.take();
     steps.end();
     if is_chosen {
-        forget_choice(containerd, container, type_url, unchosen).await;
+        forget_choice(containerd, &container, type_url, unchosen).await;
     }
     Ok(restored)
+}
+
+/// Makes the container. One that is there already is of somebody else; one whose making is interrupted may be
+/// there.
+async fn create(
+    containerd: &Containerd,
+    made: &mut Creations,
+    container: &Container,
+) -> Result<(), CallError> {
+    made.container = Some(container.clone());
+    let created = containerd.create_container(container.clone()).await;
+    if created.as_ref().is_err_and(CallError::is_there) {
+        made.container = None;
+    }
+    created
 }
 
 /// Gives containerd the spec without the choice of GPUs, which the bundle has: the container's next

@@ -12,6 +12,7 @@ use firn_containerd::Message;
 use firn_containerd::runc::{OPTIONS, Options};
 use firn_image::form::INVENTORY;
 use firn_image::manifest::{ImageError as DirError, Manifest};
+use firn_transaction::stdio::{log_file, log_uri};
 
 use super::Restored;
 use super::error::RestoreError;
@@ -23,6 +24,7 @@ use crate::args::restore::RestoreArgs;
 use crate::checkpoint::Interrupts;
 use crate::containerd::{Any, CallError, Container, ContainerSpec, Containerd, CreateTask, Mount, TaskState};
 use crate::image;
+use crate::logs;
 use crate::oci_image::ImageError;
 use crate::output::note;
 use crate::steps::Steps;
@@ -42,7 +44,7 @@ pub async fn restore(
 ) -> Result<Restored, RestoreError> {
     let dir = found(dir)?;
     let containerd = Containerd::connect(&args.containerd.socket.address, &args.containerd.namespace).await?;
-    let (container, _alone) = named::known(&containerd, &args.containerd.namespace, word).await?;
+    let (container, alone) = named::known(&containerd, &args.containerd.namespace, word).await?;
     let id = &*container.id;
     let (mut spec, manifest) = (container.spec(), Manifest::read(&dir)?);
     gpus::choose(args, mode.gpus(), &mut spec, manifest.as_ref())?;
@@ -62,13 +64,17 @@ pub async fn restore(
     let chosen = container.with_spec(spec);
     steps.begin("restore");
     let (mut interrupts, mut made) = (Interrupts::new()?, Creations::default());
+    made.alone = Some(alone);
     let start = start_once(&containerd, &mut made, &container, &chosen, &dir, args);
     let started = match interrupts.unless(start).await {
         Some(started) => started,
         None => Err(RestoreError::Interrupted { id: id.to_owned() }),
     };
     match started {
-        Ok(pid) => restored.pid = Some(pid),
+        Ok(pid) => {
+            restored.pid = Some(pid);
+            restored.log = made.log;
+        }
         Err(error) => return Err(made.roll_back(&containerd, error).await),
     }
     Ok(restored)
@@ -97,7 +103,10 @@ pub(super) async fn start_once(
     args: &RestoreArgs,
 ) -> Result<u32, RestoreError> {
     let id = container.id.clone();
-    // Somebody else may have started it by now.
+    // Somebody else may have made it again or started it by now.
+    if !is_same(container, &containerd.container(&id).await?) {
+        return Err(RestoreError::Changed { id });
+    }
     match containerd.task_state(&id).await? {
         None => {}
         Some(TaskState::Stopped) => CallError::allow_absent(containerd.delete(&id).await)?,
@@ -107,14 +116,7 @@ pub(super) async fn start_once(
         made.changed = Some(container.clone());
         containerd.update(chosen).await?;
     }
-    made.task_of = Some(id);
-    let started = start(containerd, chosen, dir, args.log.as_deref()).await;
-    if let Err(RestoreError::Call(error)) = &started
-        && error.is_there()
-    {
-        made.task_of = None;
-    }
-    let pid = started?;
+    let pid = start(containerd, made, chosen, dir, args).await?;
     // The bundle has the spec now.
     if made.changed.is_some() {
         let kept = Container {
@@ -133,21 +135,60 @@ pub(super) async fn start_once(
     Ok(pid)
 }
 
-/// Makes the task of a container from an image directory, and starts it. A failure may leave the task.
-pub async fn start(
+/// Whether these are one container, which may have got other labels.
+fn is_same(before: &Container, now: &Container) -> bool {
+    let now = Container {
+        labels: before.labels.clone(),
+        ..now.clone()
+    };
+    *before == now
+}
+
+/// Makes the task of a container from an image directory, and starts it. What a failure leaves is in `made`.
+pub(super) async fn start(
     containerd: &Containerd,
+    made: &mut Creations,
     container: &Container,
     dir: &Path,
-    log: Option<&Path>,
+    args: &RestoreArgs,
 ) -> Result<u32, RestoreError> {
-    let log = log
-        .map(url)
-        .transpose()
-        .map_err(ImageError::file("find the log's directory"))?;
-    let of_nerdctl = || container.labels.get(NERDCTL_LOG).cloned();
-    let log = log.or_else(of_nerdctl).unwrap_or_default();
     let mounts = containerd.mounts(container).await?;
-    start_with(containerd, container, mounts, dir, log).await
+    let log = choose_log(args, container, made).map_err(ImageError::file("find the log's directory"))?;
+    let id = container.id.clone();
+    made.log = log_file(&log);
+    made.task_of = Some(id.clone());
+    match start_with(containerd, container, mounts, dir, log).await {
+        Err(RestoreError::Call(error)) if error.is_there() => {
+            made.leave();
+            let message = error.to_string();
+            Err(RestoreError::Left { id, message })
+        }
+        started => started,
+    }
+}
+
+/// Where what the container writes goes, as containerd names it: to the file of the command line, where
+/// nerdctl has chosen, or to a file of firn. Where that cannot be made, nobody has asked for it.
+fn choose_log(args: &RestoreArgs, container: &Container, made: &mut Creations) -> io::Result<String> {
+    if let Some(log) = &args.log {
+        return url(log);
+    }
+    if let Some(log) = container.labels.get(NERDCTL_LOG) {
+        return Ok(log.clone());
+    }
+    let Some(log) = logs::own(&args.containerd.namespace, &container.id) else {
+        return Ok(String::new());
+    };
+    if let Err(error) = logs::make(&log) {
+        note!(
+            "firn: the output is discarded: cannot write to {}: {error}",
+            log.display()
+        );
+        return Ok(String::new());
+    }
+    let uri = log_uri(&log);
+    made.own_log = Some(log);
+    Ok(uri)
 }
 
 /// The same with a root file system that containerd need not know.
@@ -210,8 +251,7 @@ fn has_terminal(container: &Container) -> bool {
 
 /// A log file as containerd names one; the shim makes it.
 pub fn url(log: &Path) -> io::Result<String> {
-    let path = std::path::absolute(log)?;
-    Ok(format!("file://{}", path.display()))
+    Ok(log_uri(&std::path::absolute(log)?))
 }
 
 fn size(dir: &Path) -> u64 {

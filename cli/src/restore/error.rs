@@ -43,6 +43,9 @@ pub enum RestoreError {
     #[error("another command of firn works on container {id}")]
     #[problem("FIRN-BUSY", "try again when it has ended; `firn ps` shows how far it is")]
     Busy { id: String },
+    #[error("somebody else has changed container {id} meanwhile")]
+    #[problem("FIRN-BUSY", "try again: `ctr containers info ID` shows what it is now")]
+    Changed { id: String },
     #[error("cannot lock the container")]
     #[problem("FIRN-FILE", "run it as root; `/run` has to be writable")]
     Lock(#[source] io::Error),
@@ -55,8 +58,8 @@ pub enum RestoreError {
     #[error("{what} is there already")]
     #[problem(
         "FIRN-EXISTS",
-        "add --name for another id, or remove it: `ctr tasks delete --force ID`, `ctr containers delete ID`, \
-         `ctr snapshots rm ID`"
+        "add --name for another id; or --into ID, if it is a container that has ended; or remove it: \
+         `ctr tasks delete --force ID`, `ctr containers delete ID`, `ctr snapshots rm ID`"
     )]
     Exists { what: String },
     #[error("the image directory {dir} does not name its container")]

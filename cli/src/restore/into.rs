@@ -30,7 +30,8 @@ pub(super) async fn restore(
     steps: &mut Steps,
 ) -> Result<Restored, RestoreError> {
     let namespace = &args.containerd.namespace;
-    let (container, _alone) = named::known(containerd, namespace, word).await?;
+    let (container, alone) = named::known(containerd, namespace, word).await?;
+    made.alone = Some(alone);
     // The container has its image already: the archive decides about processes and files alone.
     let base = contents::base(containerd, index, None).await?;
     let own = Snapshot::of(&container);
@@ -60,6 +61,8 @@ pub(super) async fn restore(
     let key = format!("{}-firn-{}", container.id, now.as_nanos());
     contents::files(containerd, index, &base, Snapshot { key: &key, ..own }, made).await?;
     steps.begin("restore");
+    // Order matters: nothing else names it until the end.
+    containerd.keep_snapshot(Snapshot::of(&container)).await?;
     let chosen = Container {
         snapshot_key: key.clone(),
         ..container.with_spec(spec)
@@ -67,6 +70,7 @@ pub(super) async fn restore(
     let start = dir::start_once(containerd, made, &container, &chosen, work.path(), args);
     let started = steps.follow(containerd, namespace, &container.id, start).await;
     restored.pid = Some(started?);
+    restored.log = made.log.take();
     steps.end();
     made.replaced = Some((container.snapshotter, container.snapshot_key));
     Ok(restored)

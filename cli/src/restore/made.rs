@@ -1,11 +1,14 @@
 //! What a restore makes in containerd, and what becomes of it if the restore fails.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use firn_host::Alone;
 use tokio::time::sleep;
 
 use super::error::RestoreError;
 use crate::containerd::{Container, Containerd, Snapshot};
+use crate::logs;
 use crate::output::note;
 
 /// How long the end of a container may take whose restore has failed.
@@ -17,11 +20,17 @@ const POLL: Duration = Duration::from_millis(200);
 /// What a restore has made, in this order.
 #[derive(Default)]
 pub(super) struct Creations {
+    /// Held until all is removed again: another command would take what is there meanwhile for the container.
+    pub alone: Option<Alone>,
     pub image: Option<String>,
     pub snapshot: Option<(String, String)>,
     pub container: Option<Container>,
     /// A container that was there, as it was: it has another spec and snapshot now.
     pub changed: Option<Container>,
+    /// The file that gets what the container writes, if one does.
+    pub log: Option<PathBuf>,
+    /// The same, if it is one of firn.
+    pub own_log: Option<PathBuf>,
     /// Id of a container that may have a task of this restore.
     pub task_of: Option<String>,
     /// The snapshot that a container had before this restore, which nobody needs after it.
@@ -51,6 +60,15 @@ impl Creations {
         }
     }
 
+    /// Gives up all of it: somebody else has made a task of the container, which may run on these files.
+    pub fn leave(&mut self) {
+        let alone = self.alone.take();
+        *self = Self {
+            alone,
+            ..Self::default()
+        };
+    }
+
     /// Removes all of it. Returns the container whose task may be left, and may run.
     async fn discard(self, containerd: &Containerd) -> Option<String> {
         let left = match self.task_of {
@@ -69,6 +87,9 @@ impl Creations {
                 );
                 return left;
             }
+        }
+        if let Some(log) = &self.own_log {
+            logs::remove_if_empty(log);
         }
         if let Some(Container { id, .. }) = &self.container {
             report(&format!("container {id}"), containerd.delete_container(id).await);

@@ -16,6 +16,7 @@ mod plan;
 mod room;
 pub mod unpack;
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -51,6 +52,8 @@ pub struct Restored {
     dir: Option<PathBuf>,
     /// Of an image or a tar file.
     bytes: Option<u64>,
+    /// The file that gets what the container writes, if one does.
+    log: Option<PathBuf>,
 }
 
 impl Restored {
@@ -89,6 +92,9 @@ struct Restoration<'a> {
     ms: u64,
     /// Bytes of the checkpoint that were read; absent for an image directory, and as the container.
     bytes: Option<u64>,
+    /// File that gets what the container writes to its standard output and error; absent with --dry-run, and
+    /// if none gets it.
+    log: Option<Cow<'a, str>>,
     /// Whether nothing was restored: --dry-run.
     dry_run: bool,
     #[serde(flatten)]
@@ -144,6 +150,7 @@ pub fn run(args: &RestoreArgs) -> Result<Outcome> {
             pid: restored.pid,
             ms: text::ms(begun.elapsed()),
             bytes: restored.bytes,
+            log: restored.log.as_ref().map(|log| log.to_string_lossy()),
             dry_run: args.dry_run,
             decision: match (&restored.plan, &failure) {
                 (_, Some(failure)) => Decision::refused(failure),
@@ -201,6 +208,9 @@ fn print(args: &RestoreArgs, restored: &Restored, begun: Instant) {
         (None, Some(pid)) => {
             let (id, seconds) = (id.unwrap_or_default(), begun.elapsed().as_secs_f64());
             line!("{id} runs again, pid {pid}, after {seconds:.1} s");
+            if let Some(log) = &restored.log {
+                line!("its output goes to {}", log.display());
+            }
         }
         (None, None) => {}
     }

@@ -32,6 +32,7 @@ use std::{fmt, io};
 pub use copier::Copier;
 pub use copier::Patience;
 pub use prepare::{Owner, Prepared};
+pub use uri::{log_file, log_uri};
 
 use uri::Target;
 

@@ -3,10 +3,10 @@
 //! The scheme of stdout applies to stdout and stderr. A string without a scheme is a path, used verbatim.
 
 use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
-use std::path::PathBuf;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
 
-use percent_encoding::percent_decode_str;
+use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 
 use super::Error;
 
@@ -51,6 +51,24 @@ impl Target {
             })),
             Some((scheme, _)) => Err(unknown(scheme)),
         }
+    }
+}
+
+/// What would end the path of a URI, or be taken for an escape.
+const ESCAPED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b'?').add(b'#');
+
+/// The string by which a client has a task's output appended to this file. The path is absolute.
+pub fn log_uri(path: &Path) -> String {
+    let path = path.as_os_str().as_bytes();
+    format!("file://{}", percent_encode(path, ESCAPED))
+}
+
+/// The file to which a task's output is appended, by its client's string for standard output. None: to no
+/// file.
+pub fn log_file(stdout: &str) -> Option<PathBuf> {
+    match split(stdout)? {
+        ("file", rest) => path(stdout, rest).ok(),
+        _ => None,
     }
 }
 
@@ -178,6 +196,24 @@ mod tests {
             panic!("not a binary")
         };
         assert!(binary.ready_byte && binary.args.is_empty());
+    }
+
+    #[test]
+    fn the_uri_of_a_log_is_that_of_its_path() {
+        for path in ["/var/log/a", "/a b/50%/c?d#e", "/\u{e4}/%20", "/a:b"] {
+            let uri = log_uri(Path::new(path));
+            assert_eq!(log_file(&uri).as_deref(), Some(Path::new(path)), "{uri}");
+        }
+        for stdout in [
+            "",
+            "/run/fifo",
+            "fifo:///run/fifo",
+            "binary:///bin/log",
+            "file://",
+            "x:y",
+        ] {
+            assert_eq!(log_file(stdout), None, "{stdout}");
+        }
     }
 
     #[test]

@@ -26,7 +26,7 @@ fn fails(host: &GpuHost, words: &[&str], code: &str) -> Result<()> {
     Ok(())
 }
 
-fn ends(host: &GpuHost, words: &[&str], status: u8, code: &str) -> Result<String> {
+pub fn ends(host: &GpuHost, words: &[&str], status: u8, code: &str) -> Result<String> {
     let output = failure(host.node().run(&[&["firn"], words].concat()))?;
     let is_shown = output.contains(&format!("{code}: ")) && output.matches("hint: ").count() == 1;
     let status = format!("(exit status: {status})");

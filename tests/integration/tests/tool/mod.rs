@@ -2,9 +2,11 @@
 //! round; what fails or is interrupted leaves nothing, and the container runs.
 
 mod failures;
+mod into;
 mod lacks;
 mod moves;
 mod namespaces;
+mod output;
 mod shell;
 mod sshd;
 
@@ -290,6 +292,8 @@ pub(crate) fn suite() -> matrix::Suite {
         moves::a_node_that_stalls_holds_nothing [FORKY];
         moves::a_copy_that_dies_after_its_start_costs_nothing [FORKY];
         namespaces::a_container_of_another_namespace_is_as_any_other [FORKY, TRIXIE];
+        output::what_a_copy_writes_is_kept [FORKY, TRIXIE];
+        into::a_restore_that_fails_costs_a_container_no_file [FORKY, TRIXIE];
         shell::a_shell_proposes_containers_and_checkpoints [FORKY];
         sshd::a_container_moves_over_ssh [FORKY, TRIXIE];
     })
