@@ -26,7 +26,7 @@ use firn_process::reaper::{OutputError, Reaper};
 
 pub use child::{ChildError, run as run_child};
 pub use written::Written;
-pub(crate) use written::tick;
+pub(crate) use written::moment;
 
 /// The action of the shim that runs the child.
 pub const ACTION: &str = "look";

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::procfs;
@@ -12,18 +12,25 @@ use nix::fcntl::OFlag;
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
-/// How often the clock is read until it advances, at least: a tick takes up to 10 ms.
+/// How often the clock is read.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// The time of the file system's clock since 1970 when it is about to advance: what is written once this has
-/// returned is later.
-pub async fn tick() -> Duration {
-    let now = || clock_gettime(ClockId::CLOCK_REALTIME_COARSE).map_or(Duration::ZERO, Duration::from);
-    let before = now();
-    while now() == before && before > Duration::ZERO {
+/// How long the file system's clock may take to get to a moment: two of its ticks are up to 20 ms. It is
+/// waited for no longer, for somebody may have set it back.
+const TICKS: Duration = Duration::from_secs(1);
+
+/// A moment since 1970 for [`written`]: what was written before this is called is not later, and what is
+/// written once it has returned is.
+///
+/// A file gets the time of the last tick of the file system's clock, or since Linux 6.13 an exact one if
+/// somebody has looked at it since.
+pub async fn moment() -> Duration {
+    let time = |clock| clock_gettime(clock).map_or(Duration::ZERO, Duration::from);
+    let (moment, begun) = (time(ClockId::CLOCK_REALTIME), Instant::now());
+    while time(ClockId::CLOCK_REALTIME_COARSE) <= moment && begun.elapsed() < TICKS {
         tokio::time::sleep(LOOK).await;
     }
-    before
+    moment
 }
 
 /// A file in the container's root that a process has open.
@@ -93,6 +100,29 @@ mod tests {
 
     use super::*;
 
+    /// Where the kernel gives a file that somebody looks at a time between two ticks, too.
+    #[tokio::test]
+    async fn what_was_written_before_a_moment_is_not_later_than_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = File::create(dir.path().join("file")).unwrap();
+        for round in 0..50 {
+            // A change after a look gets a finer time.
+            file.write_all(b"more").unwrap();
+            file.metadata().unwrap();
+            file.write_all(b"more").unwrap();
+            let since = moment().await;
+            assert!(
+                !changed(&file.metadata().unwrap(), since),
+                "written before, round {round}"
+            );
+            file.write_all(b"more").unwrap();
+            assert!(
+                changed(&file.metadata().unwrap(), since),
+                "written since, round {round}"
+            );
+        }
+    }
+
     #[tokio::test]
     async fn a_file_that_was_written_since_is_named() {
         let me = i32::try_from(std::process::id()).unwrap();
@@ -107,7 +137,7 @@ mod tests {
         let entry = mounts.iter().find(|entry| entry.id == mount);
         let mut root = entry.unwrap().clone();
         let all = inside(&mounts, &root).collect();
-        let since = tick().await;
+        let since = moment().await;
         let seen = || {
             let fds = fs::read_dir("/proc/self/fd").unwrap();
             let fds = fds.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
@@ -120,9 +150,7 @@ mod tests {
         assert_eq!(seen(), Vec::<String>::new());
         grows.write_all(b"more").unwrap();
         assert_eq!(seen(), [dir.path().join("grows").display().to_string()]);
-        // A file's time may be ahead of this clock by a part of a tick.
-        tick().await;
-        let later = tick().await;
+        let later = moment().await;
         assert!(!changed(&grows.metadata().unwrap(), later), "written since");
         assert_eq!(written(me, &[i32::MAX], since), None);
         // A volume on the file system that the root is on.

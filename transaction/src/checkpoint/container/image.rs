@@ -27,7 +27,7 @@ impl Dump for ContainerEffects<'_> {
                 self.make_store_ready().await?;
             }
             if self.finds_files_copied() {
-                self.progress.copied_at = Some(look::tick().await);
+                self.progress.copied_at = Some(look::moment().await);
             }
             // That of a parked container was called at its pause.
             if parked.is_none() {
