@@ -34,7 +34,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
-pub use called::{NERDCTL_STATE, bundles_called};
+pub use called::{NERDCTL_STATE, bundles_called, is_id};
 pub use containers::ContainerSpec;
 pub use content::next;
 pub use events::{Phase, Phases};

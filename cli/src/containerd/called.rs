@@ -65,9 +65,36 @@ fn begins(id: &str, word: &str) -> bool {
     id.len() == DIGITS && is_hexadecimal(id) && is_hexadecimal(word) && id.starts_with(word)
 }
 
+/// What containerd takes for the id of a container and the name of a namespace, which never is a path.
+pub fn is_id(word: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    word.len() <= 76 && word.chars().all(fits) && ends(word.chars().next()) && ends(word.chars().last())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_name_in_a_checkpoint_is_no_path() {
+        assert!(["job", "a-1_b.c", "0"].into_iter().all(is_id));
+        let long = "a".repeat(77);
+        for word in [
+            "",
+            ".",
+            "..",
+            "../../srv/x",
+            "/srv/x",
+            "a/b",
+            "-a",
+            "a-",
+            "a b",
+            &long,
+        ] {
+            assert!(!is_id(word), "{word}");
+        }
+    }
 
     const ID: &str = "3f0c8e1b9a4d5f60718293a4b5c6d7e8f90123456789abcdef0123456789abcd";
 

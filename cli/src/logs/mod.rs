@@ -16,7 +16,7 @@ use nix::fcntl::OFlag;
 use tokio::time::sleep;
 
 use self::args::LogsArgs;
-use crate::containerd::{CallError, Container, Containerd, TaskState, block_on};
+use crate::containerd::{CallError, Container, Containerd, TaskState, block_on, is_id};
 use crate::output;
 
 /// How often `--follow` looks for more.
@@ -134,11 +134,7 @@ async fn find(containerd: &Containerd, namespace: &str, word: &str) -> Result<(S
 
 /// The file that a restore gives a container for its output.
 pub fn own(namespace: &str, id: &str) -> Option<PathBuf> {
-    let is_name = |word: &&str| !word.is_empty() && !word.contains('/') && ![".", ".."].contains(word);
-    [namespace, id]
-        .iter()
-        .all(is_name)
-        .then(|| Path::new(names::LOGS).join(namespace).join(format!("{id}.log")))
+    (is_id(namespace) && is_id(id)).then(|| Path::new(names::LOGS).join(namespace).join(format!("{id}.log")))
 }
 
 /// Makes such a file, for root alone, if it is not there.

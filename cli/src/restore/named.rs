@@ -43,35 +43,3 @@ pub(super) async fn known(
         Some(_) => Err(RestoreError::HasTask { id }),
     }
 }
-
-/// What containerd takes for the id of a container, which never is a path.
-pub(super) fn is_id(word: &str) -> bool {
-    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
-    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    word.len() <= 76 && word.chars().all(fits) && ends(word.chars().next()) && ends(word.chars().last())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_name_in_a_checkpoint_is_no_path() {
-        assert!(["job", "a-1_b.c", "0"].into_iter().all(is_id));
-        let long = "a".repeat(77);
-        for word in [
-            "",
-            ".",
-            "..",
-            "../../srv/x",
-            "/srv/x",
-            "a/b",
-            "-a",
-            "a-",
-            "a b",
-            &long,
-        ] {
-            assert!(!is_id(word), "{word}");
-        }
-    }
-}

@@ -302,14 +302,17 @@ impl Ctr<'_> {
 
     /// Runs a script in it to its end and returns its exit code and output.
     pub fn exec(&self, script: &str) -> Result<String> {
-        let request = json!({ "containerId": self.id, "cmd": ["sh", "-c", script], "timeout": "20" });
-        self.exec_of(&request)
+        self.exec_of(&self.script(script))
     }
 
     /// What a script in it prints.
     pub fn output(&self, script: &str) -> Result<String> {
-        let request = json!({ "containerId": self.id, "cmd": ["sh", "-c", script], "timeout": "20" });
-        decoded(&self.cri.call("ExecSync", &request)?["stdout"])
+        decoded(&self.cri.call("ExecSync", &self.script(script))?["stdout"])
+    }
+
+    /// The request that runs a script in it.
+    fn script(&self, script: &str) -> Value {
+        json!({ "containerId": self.id, "cmd": ["sh", "-c", script], "timeout": "20" })
     }
 
     /// Runs a program in it by the whole request.

@@ -77,9 +77,12 @@ RWQZ52Qpn1JayPXfn/ktiluGomo9cuadmm3oxKkHWbzexao5s7tXLBR/
 
 /// A counter that has written two files as well as its log. The larger has more than half of its layer.
 pub fn counter() -> Value {
-    let count = format!(
-        "echo text >/written; seq 20000 >/larger; exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8"
-    );
+    counter_after("echo text >/written; seq 20000 >/larger;")
+}
+
+/// A counter, after this has run.
+fn counter_after(script: &str) -> Value {
+    let count = format!("{script} exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8");
     json!(["sh", "-c", count])
 }
 
@@ -170,24 +173,19 @@ fn objects(cri: Cri<'_>) -> Result<String> {
     let mut objects = movable(cri.host.suite());
     // Its /dev/shm is that of the pod.
     objects.retain(|object| object.0 != SHARED_FILE.0);
-    let script = format!(
-        "{} exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8",
-        logs::start(&objects)
-    );
     // As CRI names them.
     let add: Vec<&str> = logs::capabilities(&objects)
         .into_iter()
         .filter_map(|capability| capability.strip_prefix("CAP_"))
         .collect();
-    let more = json!({ "linux": { "securityContext": { "capabilities": { "addCapabilities": add } } } });
     let of = |command: &Value| {
         let mut special = on_gpu(0, command);
-        special["linux"] = more["linux"].clone();
+        special["linux"] = json!({ "securityContext": { "capabilities": { "addCapabilities": add } } });
         special
     };
     allowed(cri, || {
         let pod = cri.pod_annotated("source", &json!({}))?;
-        let container = pod.start_with("c", &of(&json!(["sh", "-c", script])))?;
+        let container = pod.start_with("c", &of(&counter_after(&logs::start(&objects))))?;
         computes(&container, 3)?;
         let show = |container: &Ctr<'_>| container.output(logs::SHOW);
         let before = logs::all_go_on(|| show(&container), &objects, &Reached::new())?;
@@ -211,12 +209,8 @@ fn objects(cri: Cri<'_>) -> Result<String> {
 
 /// The pod's /dev/shm is in no checkpoint of a container. Returns the code with which the copy is refused.
 fn with_shared_file(cri: Cri<'_>) -> Result<String> {
-    let script = format!(
-        "{} exec /bin/gpu-counter --out {LOG} --interval-ms 50 --mib 8",
-        logs::start(&[SHARED_FILE])
-    );
     let pod = cri.pod_annotated("shared", &json!({}))?;
-    let container = pod.start_with("c", &on_gpu(0, &json!(["sh", "-c", script])))?;
+    let container = pod.start_with("c", &on_gpu(0, &counter_after(&logs::start(&[SHARED_FILE]))))?;
     computes(&container, 3)?;
     logs::all_go_on(|| container.output(logs::SHOW), &[SHARED_FILE], &Reached::new())?;
     keep_of(&pod, &container, "shared")?;

@@ -16,8 +16,13 @@ pub(crate) type Reached = BTreeMap<String, u64>;
 
 /// Starts a process for each of these objects, with a log of its own.
 pub(crate) fn start(objects: &[Object<'_>]) -> String {
-    let start = |(kind, ..): &Object<'_>| format!("/bin/objects {kind} /object-{kind} /log-{kind} & ");
+    let start = |(kind, ..): &Object<'_>| format!("{} & ", process(kind));
     objects.iter().map(start).collect()
+}
+
+/// The process of a kind of objects, with a log of its own.
+pub(super) fn process(kind: &str) -> String {
+    format!("/bin/objects {kind} /object-{kind} /log-{kind}")
 }
 
 /// The capabilities that they need, as `CAP_SYS_ADMIN`.
@@ -65,11 +70,15 @@ fn read(shown: &str) -> Result<BTreeMap<String, Vec<u64>>> {
     let mut logs = BTreeMap::new();
     for log in shown.split("= /log-").skip(1) {
         let (kind, text) = log.split_once('\n').context("no log")?;
-        let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
-        let numbers = whole
-            .lines()
-            .map(|line| line.parse().with_context(|| format!("{kind}: {line:?}")));
-        logs.insert(kind.to_owned(), numbers.collect::<Result<Vec<u64>>>()?);
+        let numbers = numbers(text).with_context(|| kind.to_owned())?;
+        logs.insert(kind.to_owned(), numbers);
     }
     Ok(logs)
+}
+
+/// The numbers of a log.
+pub(super) fn numbers(log: &str) -> Result<Vec<u64>> {
+    let whole = &log[..log.rfind('\n').map_or(0, |end| end + 1)];
+    let number = |line: &str| line.parse().with_context(|| format!("{line:?} is no number"));
+    whole.lines().map(number).collect()
 }

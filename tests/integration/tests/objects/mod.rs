@@ -130,12 +130,7 @@ fn counts_on(host: &GpuHost, container: &Container<'_>, log: &str, beyond: u64) 
     let path = host
         .node()
         .path(format!("{BUNDLES}/{}/rootfs/{log}", container.id()));
-    let read = || {
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
-        let number = |line: &str| line.parse().with_context(|| format!("{line:?} is no number"));
-        whole.lines().map(number).collect::<Result<Vec<u64>>>()
-    };
+    let read = || logs::numbers(&std::fs::read_to_string(&path).unwrap_or_default());
     let known = read()?.len();
     let numbers = wait_for("the log to grow", LIMIT, || {
         let numbers = read()?;

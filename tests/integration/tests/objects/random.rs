@@ -8,7 +8,7 @@ use firn_lab::{Container, GpuHost, Random, failure, on};
 use firn_node::Platform;
 
 use super::table::{Object, REFUSED, Refused, movable};
-use super::{IMAGE, Kind, expect_untouched, host};
+use super::{IMAGE, Kind, expect_untouched, host, logs};
 
 /// Containers of a run on each platform.
 const USUAL: u64 = 6;
@@ -70,8 +70,7 @@ impl Drawn {
     /// To be made again by hand.
     fn script(&self) -> String {
         let start = |((object, ..), start): &(Object<'_>, &str)| {
-            let process = format!("objects {object} /object-{object} /log-{object}");
-            format!("{}\n", start.replace("PROCESS", &process))
+            format!("{}\n", start.replace("PROCESS", &logs::process(object)))
         };
         self.objects.iter().map(start).collect()
     }
