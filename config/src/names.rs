@@ -55,6 +55,10 @@ pub const ANNOTATION_CRI_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace"
 pub const ANNOTATION_POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 /// See [`ANNOTATION_CRI_NAMESPACE`].
 pub const ANNOTATION_CRI_POD: &str = "io.kubernetes.cri.sandbox-name";
+/// Annotation of CRI: the container's pod, by containerd's id of its sandbox.
+pub const ANNOTATION_CRI_SANDBOX: &str = "io.kubernetes.cri.sandbox-id";
+/// Annotation of CRI: the container's pod, by the kubelet's id.
+pub const ANNOTATION_CRI_UID: &str = "io.kubernetes.cri.sandbox-uid";
 /// See [`ANNOTATION_CRI_NAMESPACE`].
 pub const ANNOTATION_CRI_NAME: &str = "io.kubernetes.cri.container-name";
 
@@ -258,6 +262,12 @@ pub const BUNDLE_CRIU_SCRIPT: &str = "firn-criu-script";
 /// Why that script has failed, in the bundle.
 pub const BUNDLE_SCRIPT_REFUSAL: &str = "firn-criu-script.json";
 
+/// What firn-hook keeps of a pod's /dev/shm when CRIU calls it at the end of a dump, in the bundle.
+pub const BUNDLE_KEEP_SHM: &str = "firn-keep-shm.json";
+
+/// What a restore has made in a pod's /dev/shm, in the bundle.
+pub const BUNDLE_SHM_MADE: &str = "firn-shm-made.jsonl";
+
 /// Environment variable with the reason for which CRIU runs a script.
 pub const ENV_CRIU_ACTION: &str = "CRTOOLS_SCRIPT_ACTION";
 
@@ -328,6 +338,9 @@ pub const SIGNED_DIR: &str = "_signed";
 
 /// File among the CRIU images in which runc keeps the container's stdio.
 pub const RUNC_DESCRIPTORS: &str = "descriptors.json";
+
+/// File among the CRIU images with the files of a pod's /dev/shm, which CRIU leaves out.
+pub const SHM_ARCHIVE: &str = "dev-shm.img";
 
 /// Option of firn-runc that shows its own version: --version shows runc's.
 pub const RUNC_VERSION_OPTION: &str = "--firn-version";

@@ -31,6 +31,7 @@ mod replay;
 mod rights;
 mod rootfs;
 mod script;
+mod shm;
 mod soname;
 mod state;
 
@@ -87,6 +88,11 @@ run by the shim; results are JSON on standard output:
                      how many of them are left
   keep-layer BUNDLE ARCHIVE
                      archives the files that the container has written
+  keep-shm           archives the files in a pod's /dev/shm: reads of which pod as
+                     JSON from standard input
+  fill-shm           makes archived files in the /dev/shm of a copy's pod, and
+                     records which: reads where as JSON from standard input
+  empty-shm          removes them again: reads the same
   check-image BUNDLE IMAGE
                      prints what in CRIU's files exceeds the spec, or null
   check-tasks BUNDLE INIT [PID]...
@@ -96,7 +102,8 @@ run by the shim; results are JSON on standard output:
                      connections that hang, rules of the packet filter, links
 
 Without a command it is CRIU's action script: it replaces the GPU nodes in the
-container's /dev by those of the spec. Everything is safe to repeat.
+container's /dev by those of the spec, and in a dump it does what keep-shm does.
+Everything is safe to repeat.
 
 exit status: 0 done or nothing to do, 1 failed, 2 wrong usage";
 
@@ -148,6 +155,9 @@ fn run(words: &[&str]) -> Option<Result<ExitCode>> {
             checkpoint_image::unpack(Path::new(store), digest, Path::new(dir), cap).and_then(answer)
         }
         ["keep-layer", bundle, archive] => layer::keep(Path::new(bundle), Path::new(archive)),
+        ["keep-shm"] => cap::limit_process().and_then(|()| shm::keep(std::io::stdin())),
+        ["fill-shm"] => cap::limit_process().and_then(|()| shm::fill(std::io::stdin())),
+        ["empty-shm"] => shm::empty(std::io::stdin()),
         ["replay", bundle] => replay::run(Path::new(bundle)),
         ["check-tasks", bundle, ref pids @ ..] => image::check_tasks(Path::new(bundle), pids),
         ["release", bundle, run, ref pids @ ..] => killed_criu::release(Path::new(bundle), run, pids),

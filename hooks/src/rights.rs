@@ -20,6 +20,18 @@ pub fn keep_writing() -> Result<()> {
     ])
 }
 
+/// Drops all capabilities of this thread except those with which root writes files of any owner, and looks
+/// which files other processes have open.
+pub fn keep_filling() -> Result<()> {
+    keep(&[
+        Capability::CAP_CHOWN,
+        Capability::CAP_DAC_OVERRIDE,
+        Capability::CAP_DAC_READ_SEARCH,
+        Capability::CAP_FOWNER,
+        Capability::CAP_SYS_PTRACE,
+    ])
+}
+
 fn keep(capabilities: &[Capability]) -> Result<()> {
     let needed = capabilities.iter().copied().collect::<CapsHashSet>();
     let drop_others = || {

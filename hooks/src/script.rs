@@ -1,27 +1,31 @@
-//! firn-hook as CRIU's action script at a restore.
+//! firn-hook as CRIU's action script at a dump or a restore.
 //!
 //! CRIU passes no argument. The link by which it calls firn-hook is in the bundle and so leads to it.
 
 use std::fs::File;
 use std::path::Path;
 
-use crate::late;
-use anyhow::{Result, bail};
+use crate::cap::limit_process;
+use crate::{late, shm};
+use anyhow::{Context, Result, bail};
 use firn_config::names;
-use firn_host::Problem;
+use firn_host::{Problem, ProblemReport};
 use firn_image::criu::{self, ImageFault};
 use firn_oci::Spec;
 use firn_oci::criu_script;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, setns};
 
-/// Runs the action for this moment of the restore, if there is one.
+/// Runs the action for this moment, if there is one.
 pub fn run(action: &str) -> Result<()> {
-    if ![criu_script::MOMENT, criu_script::MOUNTED].contains(&action) {
+    if ![criu_script::MOMENT, criu_script::MOUNTED, criu_script::DUMPED].contains(&action) {
         return Ok(());
     }
     let called = std::env::args_os().next().unwrap_or_default();
     let bundle = Path::new(&called).parent().filter(|dir| dir.is_absolute());
+    if let (criu_script::DUMPED, Some(bundle)) = (action, bundle) {
+        return keep_shm(bundle);
+    }
     let init = std::env::var(names::ENV_CRIU_INIT).ok();
     let (Some(bundle), Some(init)) = (bundle, init.and_then(|pid| pid.parse().ok())) else {
         bail!("CRIU called its script without a bundle or an init process");
@@ -34,6 +38,23 @@ pub fn run(action: &str) -> Result<()> {
     let repaired = criu_script::run(bundle, init)?;
     report!("firn-hook: device nodes: {repaired:?}");
     Ok(())
+}
+
+/// Keeps the files of the pod's /dev/shm that the shim has asked for.
+fn keep_shm(bundle: &Path) -> Result<()> {
+    let asked = File::open(bundle.join(names::BUNDLE_KEEP_SHM)).context("the shim has asked for nothing");
+    let kept = asked.and_then(|request| {
+        limit_process()?;
+        shm::keep(request)
+    });
+    kept.map_err(|error| {
+        let problem = ProblemReport {
+            code: "FIRN-POD-SHM".into(),
+            message: format!("{error:#}"),
+            hint: String::new(),
+        };
+        criu_script::leave(bundle, problem).into()
+    })
 }
 
 /// Sets the flags of bind mounts and of the root that the spec has and that CRIU has lost. This process is in

@@ -34,6 +34,11 @@ impl FileId {
         Some(Self::new(device, inode.parse().ok()?))
     }
 
+    /// Whether it is on the device with this number.
+    pub fn is_on(self, device: u64) -> bool {
+        self.device == device
+    }
+
     /// The file with another inode on the same device.
     pub fn on_same_device(self, inode: u64) -> Self {
         Self { inode, ..self }

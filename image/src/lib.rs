@@ -15,5 +15,6 @@ pub mod form;
 pub mod fuzz;
 pub mod manifest;
 pub mod memory;
+pub mod pod_shm;
 pub mod referrer;
 pub mod signature;

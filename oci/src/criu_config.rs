@@ -112,6 +112,8 @@ pub struct CriuConfig {
     plugin: Option<PathBuf>,
     /// firn-hook, for a restore.
     script: Option<PathBuf>,
+    /// firn-hook, for a dump.
+    dump_script: Option<PathBuf>,
     has_cgroup_namespace: bool,
     /// Whether restored tasks run at once.
     runs: bool,
@@ -141,6 +143,7 @@ impl CriuConfig {
             libs_dir: None,
             plugin: None,
             script: None,
+            dump_script: None,
             has_cgroup_namespace: spec.has_namespace("cgroup"),
             runs: false,
             tcp: Tcp::Refuse,
@@ -162,6 +165,14 @@ impl CriuConfig {
     pub fn with_script(self, hook: &Path) -> Self {
         Self {
             script: Some(hook.to_owned()),
+            ..self
+        }
+    }
+
+    /// With firn-hook as a script of a dump.
+    pub fn with_dump_script(self, hook: Option<PathBuf>) -> Self {
+        Self {
+            dump_script: hook,
             ..self
         }
     }
@@ -202,7 +213,7 @@ impl CriuConfig {
         if self.by_firn {
             set_plugins(&self.bundle, self.libs_dir.as_deref(), self.plugin.as_deref())?;
         }
-        if let Some(hook) = &self.script {
+        if let Some(hook) = self.script_of(operation) {
             // CRIU passes a script no argument: firn-hook finds the bundle by this link.
             let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
             make_link(hook, &link).map_err(unwritten(link))?;
@@ -221,6 +232,13 @@ impl CriuConfig {
                 line: users_file::shown(line),
             }),
             _ => Ok(()),
+        }
+    }
+
+    fn script_of(&self, operation: Operation) -> Option<&Path> {
+        match operation {
+            Operation::Dump => self.dump_script.as_deref(),
+            Operation::Restore => self.script.as_deref(),
         }
     }
 
@@ -247,11 +265,11 @@ impl CriuConfig {
             Tcp::Keep | Tcp::Auto if self.by_firn => content.push_str("no-tcp-close\n"),
             _ => {}
         }
+        if self.script_of(operation).is_some() {
+            let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
+            content.push_str(&format!("action-script {}\n", checked(&link)?));
+        }
         if operation == Operation::Restore {
-            if self.script.is_some() {
-                let link = self.bundle.join(names::BUNDLE_CRIU_SCRIPT);
-                content.push_str(&format!("action-script {}\n", checked(&link)?));
-            }
             // No directory, owner or value of a file is made from the image's cgroups. Tasks stay in CRIU's
             // cgroup: the runtime has put CRIU into the container's. CRIU sets the root of a cgroup namespace
             // only if it puts tasks into cgroups, and then the image's cgroups must exist.
@@ -276,9 +294,17 @@ impl CriuConfig {
 
     /// Whether the user's file lets CRIU connect datagram sockets again that lead outside.
     pub fn users_external_unix(&self) -> bool {
-        self.users_file
-            .lines()
-            .is_ok_and(|lines| has_external_unix(&lines))
+        self.users_file_has("ext-unix-sk")
+    }
+
+    /// Whether the user's file lets CRIU make links of files with a deleted name.
+    pub fn users_link_remap(&self) -> bool {
+        self.users_file_has(LINK_REMAP)
+    }
+
+    fn users_file_has(&self, wanted: &str) -> bool {
+        let lines = self.users_file.lines();
+        lines.is_ok_and(|lines| lines.lines().any(|line| option(line) == wanted))
     }
 }
 
@@ -305,6 +331,11 @@ pub fn users_external_unix(spec: &Spec, bundle: Option<&Path>) -> bool {
     CriuConfig::of_criu(spec, bundle.unwrap_or(Path::new(""))).users_external_unix()
 }
 
+/// As [`CriuConfig::users_link_remap`].
+pub fn users_link_remap(spec: &Spec, bundle: Option<&Path>) -> bool {
+    CriuConfig::of_criu(spec, bundle.unwrap_or(Path::new(""))).users_link_remap()
+}
+
 fn tcp_of(lines: &str) -> Option<Tcp> {
     let tcp = |option| match option {
         "tcp-established" => Some(Tcp::Keep),
@@ -312,10 +343,6 @@ fn tcp_of(lines: &str) -> Option<Tcp> {
         _ => None,
     };
     lines.lines().rev().find_map(|line| tcp(option(line)))
-}
-
-fn has_external_unix(lines: &str) -> bool {
-    lines.lines().any(|line| option(line) == "ext-unix-sk")
 }
 
 /// A line without its comment.

@@ -1,11 +1,12 @@
 //! What firn-hook does as CRIU's action script.
 //!
-//! CRIU calls the script at several points of a restore. firn uses two:
+//! CRIU calls the script at several points of a dump and of a restore. firn uses three:
 //!
 //! - [`MOMENT`]: the container's file systems are mounted and CRIU has opened no file again. firn-hook
 //!   corrects the GPU nodes in the container's /dev, because CRIU itself opens the nodes that a process had
 //!   open, and AMD's render nodes.
 //! - [`MOUNTED`]: everything is restored and no task runs. Mounts get the flags that CRIU has lost.
+//! - [`DUMPED`]: the files of a pod's /dev/shm are kept with the links that CRIU has made there.
 //!
 //! CRIU reports only that a script has failed. firn-hook therefore writes the reason into the bundle, for the
 //! shim.
@@ -25,6 +26,9 @@ pub const MOMENT: &str = "post-setup-namespaces";
 
 /// All mounts exist, no task runs, and a script that fails still ends the restore.
 pub const MOUNTED: &str = "post-restore";
+
+/// A dump is complete but for what CRIU has made in the container meanwhile: its links are still there.
+pub const DUMPED: &str = "post-dump";
 
 /// Largest reason that is read.
 const MAX_BYTES: u64 = 64 << 10;

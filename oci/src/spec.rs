@@ -28,6 +28,9 @@ use firn_host::bounded::read_at_most;
 use firn_host::ordered::map_of;
 use firn_host::{Problem, atomic_file};
 
+/// Where shared memory is mounted.
+const SHM: &str = "/dev/shm";
+
 /// Largest spec that is read. Specs of pods with hundreds of mounts stay below 1 MiB.
 const MAX_BYTES: u64 = 16 << 20;
 
@@ -228,15 +231,49 @@ impl Spec {
         Ok(mounts.iter().map(mount).collect())
     }
 
-    /// Mount points of the tmpfs mounts that the runtime makes for the container.
-    pub fn own_tmpfs(&self) -> Result<Vec<PathBuf>, SpecError> {
+    /// Mount points of the tmpfs whose files are in a checkpoint: those that the runtime makes for the
+    /// container, and the /dev/shm of its pod.
+    pub fn kept_tmpfs(&self) -> Result<Vec<PathBuf>, SpecError> {
         let mounts = self.mounts()?;
         // A later mount covers an earlier one.
-        let destination = |mount: &SpecMount| mount.destination.components().collect::<PathBuf>();
-        let by_destination = map_of(mounts.iter().map(|mount| (destination(mount), mount)));
+        let by_destination = map_of(mounts.iter().map(|mount| (clean(&mount.destination), mount)));
         let own = |mount: &SpecMount| mount.kind == "tmpfs" && !mount.is_bind();
         let own = by_destination.into_iter().filter(|(_, mount)| own(mount));
-        Ok(own.map(|(destination, _)| destination).collect())
+        let of_pod = self.pod_shm()?.map(|_| PathBuf::from(SHM));
+        Ok(own.map(|(destination, _)| destination).chain(of_pod).collect())
+    }
+
+    /// Where the files of the pod's /dev/shm are, if the container may write there: the pod's own, or an
+    /// `emptyDir`. None for the node's /dev/shm and for other mounts from outside.
+    pub fn pod_shm(&self) -> Result<Option<PathBuf>, SpecError> {
+        let mounts = self.mounts()?;
+        // A later mount covers an earlier one.
+        let is_shm = |mount: &SpecMount| clean(&mount.destination) == Path::new(SHM);
+        let last = mounts.into_iter().rev().find(is_shm);
+        let may_write = |mount: &SpecMount| mount.is_bind() && !mount.options.iter().any(|o| o == "ro");
+        let source = last.filter(may_write).map(|mount| mount.source);
+        Ok(source.filter(|source| self.is_of_pod(source)))
+    }
+
+    /// Whether containerd or the kubelet has made this directory for the container's pod. Both ids are made
+    /// up after the pod is written, so no `hostPath` can have them.
+    fn is_of_pod(&self, source: &Path) -> bool {
+        let with_id = |annotation, before: &str, after: &str| {
+            let id = self.annotation(annotation).filter(|id| !id.is_empty());
+            id.map(|id| Path::new(before).join(id).join(after))
+        };
+        let cri = with_id(
+            names::ANNOTATION_CRI_SANDBOX,
+            "io.containerd.grpc.v1.cri/sandboxes",
+            "shm",
+        );
+        let kubelet = with_id(
+            names::ANNOTATION_CRI_UID,
+            "pods",
+            "volumes/kubernetes.io~empty-dir",
+        );
+        let volumes = source.parent().unwrap_or(source);
+        cri.is_some_and(|dir| source.ends_with(dir)) || kubelet.is_some_and(|dir| volumes.ends_with(dir))
     }
 
     /// Path of the container's cgroup: absolute, or `slice:prefix:name` for the systemd driver.
@@ -366,3 +403,8 @@ impl From<Value> for Spec {
 
 #[cfg(test)]
 mod tests;
+
+/// The path without doubled slashes and without one at the end.
+fn clean(path: &Path) -> PathBuf {
+    path.components().collect()
+}

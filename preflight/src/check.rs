@@ -356,12 +356,12 @@ impl<'a> Run<'a> {
     }
 
     fn deleted_names(&mut self) -> Result<(), CheckError> {
-        if self.dump().is_none() {
+        let Some(assertions) = self.dump() else {
             return Ok(());
-        }
+        };
         self.announce("a file that a process has open or mapped by a deleted name");
         let Workload { init, tmpfs, .. } = self.workload;
-        match finding::link_remap(*init, &self.dumped(), tmpfs) {
+        match finding::link_remap(*init, &self.dumped(), tmpfs, assertions.link_remap) {
             Ok(link_remap) => self.outcome.link_remap = link_remap,
             Err(refusal) => self.outcome.refusals.push(refusal),
         }

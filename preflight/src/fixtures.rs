@@ -69,10 +69,15 @@ pub fn refusals() -> Vec<Refusal> {
     all
 }
 
-fn of_objects() -> [Refusal; 5] {
+fn of_objects() -> [Refusal; 6] {
     [
         of_connections(),
         of_deleted_names(),
+        Refusal::DeletedName {
+            pid: 7,
+            comm: "python".to_owned(),
+            path: "/home/user/library.so".into(),
+        },
         Refusal::Object {
             pid: 7,
             comm: "python".to_owned(),

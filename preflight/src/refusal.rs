@@ -171,6 +171,12 @@ pub enum Refusal {
     )]
     #[problem("FIRN-LINK-REMAP", REMOVE_LINK)]
     CriuLink { pid: i32, comm: String, path: PathBuf },
+    #[error(
+        "process {pid} ({comm}) has {} open or mapped, whose name was deleted while the file has another one",
+        path.display()
+    )]
+    #[problem("FIRN-DELETED-NAME", REMOVE_OTHER_NAME)]
+    DeletedName { pid: i32, comm: String, path: PathBuf },
     #[error("TCP connections are established: {}", listed(connections))]
     #[problem("FIRN-TCP", CLOSE_TCP)]
     Connections { connections: Vec<Connection> },
@@ -267,6 +273,7 @@ impl Refusal {
             | Self::LeakedGpu { .. }
             | Self::Vfork { .. }
             | Self::CriuLink { .. }
+            | Self::DeletedName { .. }
             | Self::Connections { .. }
             | Self::UnixSockets { .. }
             | Self::UnixSocketsKept { .. }
@@ -347,6 +354,8 @@ const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nc
                             `firn checkpoint --ipc none`, or the annotation firn.dev/ipc=none";
 const REMOVE_LINK: &str = "remove it in the container, unless its program uses this name: a checkpoint in \
                            which CRIU was killed may have left it";
+const REMOVE_OTHER_NAME: &str = "remove the file's other names, or have it in /dev/shm or another tmpfs of \
+                                 the container; or end the process that has it";
 const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy continues connections \
                          inside of the container, and finds others closed; for every checkpoint: the \
                          annotation firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the \

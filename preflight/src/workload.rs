@@ -57,7 +57,8 @@ pub struct Workload {
     /// The file in the bundle that keeps which processes the driver has refused to checkpoint.
     #[serde(default)]
     pub refused_before: Option<PathBuf>,
-    /// Mount points of the container's own tmpfs, whose files CRIU puts into the image.
+    /// Mount points of the tmpfs whose files are in a checkpoint: the container's own, and its pod's
+    /// /dev/shm.
     pub tmpfs: Vec<PathBuf>,
     /// Check that there is enough memory and disk space.
     pub capacity: Option<Capacity>,
@@ -109,6 +110,9 @@ pub struct Assertions {
     /// CRIU is to connect datagram sockets again that lead outside: the client or the user's CRIU
     /// configuration wants it.
     pub external_unix: bool,
+    /// CRIU makes links of files with a deleted name, wherever they are: the user's CRIU configuration wants
+    /// it.
+    pub link_remap: bool,
 }
 
 impl Assertions {
@@ -125,6 +129,7 @@ impl Assertions {
             device_free: spec.is_some_and(job_hook::releases_devices),
             nccl_sockets,
             external_unix: false,
+            link_remap: false,
             tcp: match annotation(names::ANNOTATION_TCP) {
                 None => match users_tcp {
                     Some(tcp) => tcp,

@@ -31,6 +31,7 @@ pub mod memory_owner;
 pub mod options;
 pub mod parked;
 pub mod phase;
+pub mod pod_shm;
 pub mod prepared_restore;
 pub mod recording;
 pub mod recovery;

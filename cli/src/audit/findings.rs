@@ -117,10 +117,13 @@ const DEVICES: [Topic; 1] = [Topic(
 
 const CONNECTIONS: [Topic; 1] = [Topic("tcp_connections", "/proc/PID/fd and net/tcp")];
 
-const DELETED_NAMES: [Topic; 1] = [Topic(
-    "names_of_criu_links",
-    "/proc/PID/fd and map_files, directories of the container",
-)];
+const DELETED_NAMES: [Topic; 2] = [
+    Topic("deleted_names", "/proc/PID/fd and map_files"),
+    Topic(
+        "names_of_criu_links",
+        "/proc/PID/fd and map_files, directories of the container",
+    ),
+];
 const UNIX_SOCKETS: [Topic; 1] = [Topic(OUTSIDE, "/proc/PID/fd and unix_diag")];
 
 const OUTSIDE: &str = "unix_sockets_to_outside";
@@ -183,6 +186,7 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         }
         Refusal::Connections { .. } => "tcp_connections",
         Refusal::CriuLink { .. } => "names_of_criu_links",
+        Refusal::DeletedName { .. } => "deleted_names",
         Refusal::UnixSockets { .. }
         | Refusal::UnixSocketsKept { .. }
         | Refusal::UnixSocketsUnseen { .. }

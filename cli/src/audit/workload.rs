@@ -10,7 +10,7 @@ use firn_config::{Bulk, Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
-use firn_oci::criu_config::{users_external_unix, users_tcp};
+use firn_oci::criu_config::{users_external_unix, users_link_remap, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
     Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
@@ -189,6 +189,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         other_vendors: may_have_others.then_some(other_vendors),
         processes: by_firn.then(|| Assertions {
             external_unix: spec.is_some_and(|spec| users_external_unix(spec, subject.bundle.as_deref())),
+            link_remap: spec.is_some_and(|spec| users_link_remap(spec, subject.bundle.as_deref())),
             ..Assertions::of(
                 spec,
                 config,
@@ -206,7 +207,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             .as_deref()
             .map(|bundle| bundle.join(names::BUNDLE_REFUSED)),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
-        tmpfs: spec.and_then(|spec| spec.own_tmpfs().ok()).unwrap_or_default(),
+        tmpfs: spec.and_then(|spec| spec.kept_tmpfs().ok()).unwrap_or_default(),
         capacity: by_firn.then(|| Capacity {
             gpu_memory: gpu_bytes(subject, nvidia),
             stored: config

@@ -225,6 +225,12 @@ fn restores_run_firns_script() {
         [&libdir(&bundle), &ours, "manage-cgroups=ignore", "leave-stopped"]
     );
     assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/hook"));
+    // A dump runs only its own.
+    let lines = |config: &CriuConfig| written(config, Operation::Dump);
+    assert!(!lines(&own).contains(&ours));
+    let own = own.with_dump_script(Some("/dump hook".into()));
+    assert_eq!(lines(&own).iter().filter(|line| **line == ours).count(), 1);
+    assert_eq!(std::fs::read_link(&link).unwrap(), Path::new("/dump hook"));
 }
 
 #[test]

@@ -215,5 +215,61 @@ fn a_tmpfs_is_the_containers_own_unless_a_later_mount_covers_it() {
         {"destination": "/dev/shm", "type": "bind", "source": "/run/pod/shm", "options": ["rbind"]},
     ]})
     .into();
-    assert_eq!(spec.own_tmpfs().unwrap(), [Path::new("/dev"), Path::new("/run")]);
+    assert_eq!(spec.kept_tmpfs().unwrap(), [Path::new("/dev"), Path::new("/run")]);
+}
+
+#[test]
+fn the_shared_memory_of_a_pod_is_what_containerd_or_the_kubelet_made_for_it() {
+    const SANDBOX: &str = "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/7f/shm";
+    const VOLUME: &str = "/var/lib/kubelet/pods/a-b/volumes/kubernetes.io~empty-dir/memory";
+    let spec = |source: &str, options: &[&str]| {
+        Spec::from(json!({
+            "annotations": {"io.kubernetes.cri.sandbox-id": "7f", "io.kubernetes.cri.sandbox-uid": "a-b"},
+            "mounts": [
+                {"destination": "/dev/shm", "type": "tmpfs", "source": "shm"},
+                {"destination": "/dev/shm/", "type": "bind", "source": source, "options": options},
+                {"destination": "/dev/mqueue", "type": "bind", "source": "/mqueue", "options": ["bind"]},
+            ],
+        }))
+    };
+    for (source, options, is_of_pod) in [
+        (SANDBOX, &["rbind"][..], true),
+        (VOLUME, &["bind"], true),
+        (VOLUME, &["bind", "ro"], false),
+        ("/dev/shm", &["rbind"], false),
+        (
+            "/var/lib/kubelet/pods/a-b/volumes/kubernetes.io~empty-dir",
+            &["bind"],
+            false,
+        ),
+        (
+            "/var/lib/kubelet/pods/x/volumes/kubernetes.io~empty-dir/memory",
+            &["bind"],
+            false,
+        ),
+        (
+            "/data/io.containerd.grpc.v1.cri/sandboxes/8/shm",
+            &["bind"],
+            false,
+        ),
+        ("/data/io.containerd.grpc.v1.cri/sandboxes//shm", &["bind"], false),
+    ] {
+        let spec = spec(source, options);
+        let found = spec.pod_shm().unwrap();
+        assert_eq!(
+            found.as_deref(),
+            is_of_pod.then_some(Path::new(source)),
+            "{source}"
+        );
+        let is_kept = spec.kept_tmpfs().unwrap() == [Path::new("/dev/shm")];
+        assert_eq!(is_kept, is_of_pod, "{source}");
+    }
+    let mut own = spec(SANDBOX, &[]);
+    own.list_mut("mounts").unwrap().truncate(1);
+    assert_eq!(own.pod_shm().unwrap(), None);
+    let mut without = spec("/data/io.containerd.grpc.v1.cri/sandboxes/shm", &["bind"]);
+    let annotations = without.object_mut("annotations").unwrap();
+    annotations.clear();
+    annotations.insert("io.kubernetes.cri.sandbox-id".into(), json!(""));
+    assert_eq!(without.pod_shm().unwrap(), None);
 }

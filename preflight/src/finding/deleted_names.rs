@@ -1,8 +1,9 @@
 //! Files with a deleted name and another one: CRIU refers to them by links that it makes (`link-remap`).
 //!
-//! The links are in the image only where the image has the files themselves: in the container's own tmpfs.
-//! CRIU removes them at the end of the dump, so nothing else that is copied to another node has them. If a
-//! process has such a file elsewhere, CRIU makes no link and refuses it.
+//! The links are in a checkpoint only where it has the files themselves: in the container's own tmpfs, and in
+//! its pod's /dev/shm. CRIU removes them at the end of the dump, so nothing else that is copied to another
+//! node has them. A container with such a file elsewhere is refused, as CRIU would at its end, unless its
+//! user wants links there.
 
 use std::path::{Path, PathBuf};
 
@@ -11,9 +12,18 @@ use firn_host::{DeletedName, procfs};
 
 use crate::Refusal;
 
+/// File systems on which CRIU takes such a file for one that needs a link.
+const LINKED: [&str; 6] = ["btrfs", "ext4", "overlay", "tmpfs", "xfs", "zfs"];
+
 /// Whether CRIU has to make links: there are files with a deleted name and another one, and all are in the
-/// tmpfs mounts `tmpfs`. `init` is the first process of the container.
-pub(super) fn inspect(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bool, Refusal> {
+/// tmpfs mounts `tmpfs`. `init` is the first process of the container; `users_links`: CRIU makes links
+/// everywhere, by its user's configuration.
+pub(super) fn inspect(
+    init: i32,
+    dumped: &[i32],
+    tmpfs: &[PathBuf],
+    users_links: bool,
+) -> Result<bool, Refusal> {
     let mut linked = Vec::new();
     for &pid in dumped {
         let files = DeletedName::of_process(pid);
@@ -26,7 +36,14 @@ pub(super) fn inspect(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bo
         for file in files {
             match is_in_image(&file, &mounts, tmpfs) {
                 None => {}
-                Some(false) => return Ok(false),
+                Some(false) if users_links => return Ok(false),
+                Some(false) => {
+                    return Err(Refusal::DeletedName {
+                        pid: file.pid,
+                        comm: procfs::comm(file.pid),
+                        path: file.path,
+                    });
+                }
                 Some(true) => linked.push(file),
             }
         }
@@ -44,10 +61,13 @@ pub(super) fn inspect(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bo
     }
 }
 
-/// None for a file on no mount of the container, of which CRIU makes no link: the kernel's own, as rings for
-/// asynchronous I/O.
+/// None for a file of which CRIU makes no link: on no mount of the container, as the kernel's rings for
+/// asynchronous I/O; or of a process that has ended, below /proc.
 fn is_in_image(file: &DeletedName, mounts: &[MountEntry], tmpfs: &[PathBuf]) -> Option<bool> {
     let mount = mounts.iter().find(|mount| mount.id == file.mount)?;
+    if !LINKED.contains(&mount.fs_type.as_str()) {
+        return None;
+    }
     let is_tmpfs = mount.fs_type == "tmpfs" && mount.root == Path::new("/");
     Some(is_tmpfs && tmpfs.contains(&mount.mount_point))
 }
@@ -92,7 +112,16 @@ mod tests {
         assert_eq!(is_in(mount(id, "/part", "tmpfs"), &tmpfs), Some(false));
         assert_eq!(is_in(mount(id, "/", "overlay"), &tmpfs), Some(false));
         assert_eq!(is_in(mount(id + 1, "/", "tmpfs"), &tmpfs), None);
-        assert!(!inspect(me, &[me], &tmpfs).unwrap(), "it is on no such mount");
-        assert!(!inspect(me, &[i32::MAX], &tmpfs).unwrap());
+        assert_eq!(is_in(mount(id, "/", "proc"), &tmpfs), None);
+        assert!(
+            !inspect(me, &[me], &tmpfs, true).unwrap(),
+            "it is on no such mount"
+        );
+        assert!(!inspect(me, &[i32::MAX], &tmpfs, false).unwrap());
+        let refusal = inspect(me, &[me], &tmpfs, false).unwrap_err();
+        assert!(
+            refusal.to_string().contains(&*deleted.to_string_lossy()),
+            "{refusal}"
+        );
     }
 }

@@ -155,8 +155,13 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
 }
 
 /// Whether CRIU has to make links of files of the processes, or why it must not.
-pub(crate) fn link_remap(init: i32, dumped: &[i32], tmpfs: &[PathBuf]) -> Result<bool, Refusal> {
-    deleted_names::inspect(init, dumped, tmpfs)
+pub(crate) fn link_remap(
+    init: i32,
+    dumped: &[i32],
+    tmpfs: &[PathBuf],
+    users_links: bool,
+) -> Result<bool, Refusal> {
+    deleted_names::inspect(init, dumped, tmpfs, users_links)
 }
 
 /// The Unix sockets of processes below `proc_root` that lead outside, and why they refuse a checkpoint.

@@ -217,6 +217,15 @@ impl Cgroup {
         Ok(pids.into_iter().collect())
     }
 
+    /// All processes of the pod: in the directory that the cgroup is in, and below.
+    pub fn pids_of_pod(&self) -> Result<Vec<i32>, CgroupError> {
+        let mut pids = BTreeSet::new();
+        if let Some(above) = self.primary_dir().parent() {
+            collect_pids(above, &mut pids)?;
+        }
+        Ok(pids.into_iter().collect())
+    }
+
     /// Whether a process is in the cgroup, or below.
     pub fn holds(&self, pid: i32) -> bool {
         match (self.primary(), Self::of_pid(pid)) {

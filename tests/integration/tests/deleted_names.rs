@@ -136,7 +136,12 @@ fn such_a_file_outside_of_a_tmpfs_is_refused(platform: Platform) -> Result<()> {
                 result?;
             } else {
                 let output = failure(result)?;
-                ensure!(output.contains("Can't create link remap for"), "{output}");
+                ensure!(
+                    output.contains("FIRN-DELETED-NAME") && output.contains("/home/a"),
+                    "{output}"
+                );
+                let audit = host.output_of(&["firn", "audit", "job"], "")?.failed()?;
+                ensure!(audit.contains("FIRN-DELETED-NAME"), "{audit}");
             }
             job.goes_on(3)?;
             let names = job.exec(&["sh", "-c", "ls -A /home /dev/shm"])?;

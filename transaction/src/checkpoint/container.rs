@@ -11,7 +11,7 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_config::{Tcp, names};
+use firn_config::{Tcp, find_program, names};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, CudaState, SourceGpu, Topology};
 use firn_host::procfs;
@@ -63,8 +63,10 @@ pub(super) struct Source {
     pub(super) gpus: Vec<SourceGpu>,
     topology: Topology,
     mounts: Vec<mounts::RequiredMount>,
-    /// Mount points of the container's own tmpfs.
+    /// Mount points of the tmpfs whose files are in a checkpoint.
     tmpfs: Vec<PathBuf>,
+    /// One of them is the pod's /dev/shm.
+    has_pod_shm: bool,
     /// Its seccomp profile asks an agent.
     seccomp_agent: bool,
     versions: Versions,
@@ -329,6 +331,20 @@ impl ContainerEffects<'_> {
         Ok(())
     }
 
+    /// Whether CRIU makes links in the pod's /dev/shm, which are kept before it removes them.
+    fn keeps_shm_in_dump(&self) -> bool {
+        self.progress.link_remap && self.source().has_pod_shm
+    }
+
+    /// firn-hook, if CRIU has to call it.
+    fn dump_script(&self) -> Result<Option<PathBuf>, EffectError> {
+        if !self.keeps_shm_in_dump() {
+            return Ok(None);
+        }
+        let hook = self.transaction.config.hook.path.as_deref();
+        Ok(Some(find_program(names::HOOK_PROGRAM, hook)?))
+    }
+
     /// Writes CRIU's configuration for the dump. Returns the directory of CRIU's plugins, with firn's own
     /// where the dump needs it.
     fn configure_criu(&self) -> Result<PathBuf, EffectError> {
@@ -338,6 +354,7 @@ impl ContainerEffects<'_> {
             let is_needed = !self.progress.inherited.is_empty() || !unix_sockets.is_empty();
             let plugin = self.criu_plugin.clone().filter(|_| is_needed);
             criu.with_tcp(self.source().assertions.tcp)
+                .with_dump_script(self.dump_script()?)
                 .with_link_remap(self.progress.link_remap)
                 .with_plugins(self.transaction.config.criu.libs_dir.clone(), plugin)
                 .write(criu_config::Operation::Dump)?;

@@ -27,6 +27,7 @@ use crate::lease::LeaseError;
 use crate::look::{LookError, Written};
 use crate::memory::CopyError;
 use crate::phase::Phase;
+use crate::pod_shm::PodShmError;
 use crate::runc::{RuncError, UnfitRuntime};
 use crate::transaction::BeginError;
 pub use end::EndError;
@@ -109,6 +110,8 @@ pub enum EffectError {
     Killed,
     #[error(transparent)]
     Layer(#[from] LayerError),
+    #[error(transparent)]
+    PodShm(#[from] PodShmError),
     #[error("another container of its pod cannot be checkpointed")]
     #[problem(
         "FIRN-POD",

@@ -27,6 +27,7 @@ use crate::killed_criu;
 use crate::layer;
 use crate::meeting::Meeting;
 use crate::phase::Phase;
+use crate::pod_shm;
 use crate::runc::{Bounds, Checkpoint, RuncError};
 use crate::transaction::{Intent, Transaction};
 
@@ -183,6 +184,8 @@ impl PlainDump<'_> {
         if request.meeting.is_none() {
             freeze_outside_vfork(container, cancel).await;
         }
+        // Order matters: after the dump it may run again.
+        self.keep_shm(&work, cancel).await?;
         let inside = image.inside();
         let dumped = self.call_runtime(&inside, &work, cancel).await;
         journal::point("dump-left").await;
@@ -227,6 +230,23 @@ impl PlainDump<'_> {
         }
         journal::point("dump-tidied").await;
         result
+    }
+
+    /// Keeps the files of the pod's /dev/shm. After an error the container is as it was found.
+    async fn keep_shm(&self, work: &WorkDir, cancel: &CancellationToken) -> Result<(), CheckpointError> {
+        let (transaction, image) = (&self.transaction, &self.request.image);
+        let container = transaction.container;
+        let kept = cancel.unless_stopped(pod_shm::keep(container, image, transaction.reaper));
+        let cause = match kept.await {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(error)) => error.into(),
+            None => EffectError::stopped(cancel),
+        };
+        self.set_freezer_after(false, cancel).await;
+        transaction.journal.leave(Phase::CriuDump, false).await;
+        let left = Leftovers::of(Some(image.clone()), work.clone());
+        left.tidy(container, false, false, cancel).await;
+        Err(CheckpointError::refused(container, cause))
     }
 
     /// Sets the timers that would never expire again in a copy. A list of open files that firn cannot read is

@@ -20,6 +20,7 @@ use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
 use crate::memory::CopyError;
+use crate::pod_shm::PodShmError;
 use crate::runc::{PidFileError, RuncError, UnfitRuntime};
 
 /// The cause of a refusal.
@@ -149,6 +150,8 @@ pub enum Cause {
     Panicked,
     #[error("cannot keep the journal")]
     Journal(#[from] JournalError),
+    #[error(transparent)]
+    PodShm(#[from] PodShmError),
     #[error("cannot write CRIU's configuration")]
     Criu(#[from] firn_oci::criu_config::CriuError),
     #[error("{}", Chain(error))]

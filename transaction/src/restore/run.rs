@@ -25,6 +25,7 @@ use crate::image_dir::error_lines;
 use crate::job_hook::{Caller, HookError};
 use crate::journal::{Journal, Operation, Outcome, point};
 use crate::phase::Phase;
+use crate::pod_shm::PodShm;
 use crate::prepared_restore::PreparedRestore;
 use crate::recording;
 use crate::recovery::Recovery;
@@ -125,7 +126,15 @@ pub async fn run<F: FrontEnd>(
     let guard = container.transaction.begin();
     point("restore-begun").await;
     let cancel = guard.cancel.clone();
-    let brought_up = Box::pin(bring_up(container, &prepared, reaper, &cancel, &mut front_end));
+    let mut shm = None;
+    let brought_up = Box::pin(bring_up(
+        container,
+        &prepared,
+        reaper,
+        &cancel,
+        &mut front_end,
+        &mut shm,
+    ));
     let (guard, error) = match unless_panicked(&prepared, brought_up).await {
         Ok(restored) => match guard.commit(|| container.init.set_pid(restored.pid)) {
             Ok(()) => {
@@ -142,6 +151,9 @@ pub async fn run<F: FrontEnd>(
         },
         Err(error) => (guard, error),
     };
+    if let Some(shm) = shm {
+        shm.empty(reaper).await;
+    }
     // The image is still good: the client may try again.
     container.put_checkpoint(prepared);
     Err(NotRestored {
@@ -157,9 +169,14 @@ async fn bring_up<'c, F: FrontEnd>(
     reaper: &'c Reaper,
     cancel: &CancellationToken,
     front_end: &mut F,
+    shm: &mut Option<PodShm>,
 ) -> Result<Restored<'c>, F::Error> {
     front_end.open().await?;
-    let restored = match Box::pin(restore(container, prepared, reaper, cancel, front_end)).await {
+    let restored = async {
+        fill_shm(container, prepared, reaper, cancel, shm).await?;
+        Box::pin(restore(container, prepared, reaper, cancel, front_end)).await
+    };
+    let restored = match restored.await {
         Ok(restored) => restored,
         Err(error) => {
             front_end.close().await;
@@ -190,6 +207,25 @@ async fn unless_panicked<T, E: From<RestoreError>>(
         Ok(done) => done,
         Err(_) => Err(failed(prepared, Cause::Panicked).into()),
     }
+}
+
+/// Makes the files of the checkpoint in the pod's /dev/shm, which `shm` is afterwards, also after an error.
+async fn fill_shm(
+    container: &Container,
+    prepared: &PreparedRestore,
+    reaper: &Reaper,
+    cancel: &CancellationToken,
+    shm: &mut Option<PodShm>,
+) -> Result<(), RestoreError> {
+    let filled = async {
+        *shm = PodShm::of(container, &prepared.image)?;
+        let Some(shm) = shm else {
+            return Ok(());
+        };
+        let filled = cancel.unless_cancelled(shm.fill(reaper));
+        Ok(filled.await.ok_or(Cause::Killed)??)
+    };
+    filled.await.map_err(|cause: Cause| failed(prepared, cause))
 }
 
 /// Begins the transaction, unless the container is being killed.

@@ -15,6 +15,7 @@ mod images;
 mod named;
 mod pods;
 mod resources;
+mod shm;
 mod streams;
 mod together;
 
@@ -102,6 +103,7 @@ fn points() -> Vec<Point> {
         resources::POINTS,
         checkpoints::POINTS,
         named::POINTS,
+        shm::POINTS,
         images::POINTS,
         together::POINTS,
     ]

@@ -5,8 +5,6 @@ use firn_node::Suite;
 /// A kind of the workload `objects`, its name on the page, and options of its container.
 pub(crate) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
 
-pub(crate) const SHARED_FILE: Object<'static> = ("shared-file", "file in /dev/shm, mapped", &[]);
-
 const MOVES: [Object<'_>; 44] = [
     ("flock", "lock of a file: flock", &[]),
     ("record-lock", "lock of a file: fcntl, of the process", &[]),
@@ -31,7 +29,7 @@ const MOVES: [Object<'_>; 44] = [
     ("fifo", "named pipe, with unread bytes", &[]),
     ("pty", "pseudoterminal, both ends", &[]),
     ("path-only", "descriptor that only names a file (O_PATH)", &[]),
-    SHARED_FILE,
+    ("shared-file", "file in /dev/shm, mapped", &[]),
     ("shared-memory", "shared memory of System V", &[]),
     ("semaphore", "semaphore of System V", &[]),
     ("message-queue", "message queue of System V, with a message", &[]),

@@ -20,6 +20,7 @@ use crate::checkpoint::error::EffectError;
 use crate::effects::Dump;
 use crate::memory::{Copier, CopyError};
 use crate::phase::Phase;
+use crate::pod_shm;
 use crate::runc::Bounds;
 
 /// A copy of the container's memory, while CRIU describes it.
@@ -136,6 +137,9 @@ impl ContainerEffects<'_> {
         let others = transaction.config.checkpoint.open_image_dir;
         let left = &mut self.progress.leftovers;
         begin(transaction.container, self.request, others, files, bounds, left).await?;
+        if self.keeps_shm_in_dump() {
+            pod_shm::keep_in_dump(transaction.container, &self.request.image)?;
+        }
         // At most twice.
         loop {
             transaction.journal.measure(Phase::CriuDump);
@@ -155,7 +159,9 @@ impl ContainerEffects<'_> {
             };
             // CRIU to its end: nobody cleans up after one that is left alone.
             let (dumped, saved) = tokio::join!(dumping, saving);
-            dumped?;
+            if let Err(error) = dumped {
+                return Err(self.refusal_in_dump().await.unwrap_or(error));
+            }
             self.expect_frozen().await?;
             let Some(copying) = copying.take() else {
                 return Ok(Copied::default());
@@ -176,6 +182,15 @@ impl ContainerEffects<'_> {
             let empty = move || image.empty_discarded_pages();
             bounded("empty the pages files", limit, transaction.cancel(), empty).await??;
         }
+    }
+
+    /// Why firn-hook, which CRIU has called, has failed; none if it has not.
+    async fn refusal_in_dump(&self) -> Option<EffectError> {
+        if !self.keeps_shm_in_dump() {
+            return None;
+        }
+        let refusal = pod_shm::refusal_in_dump(self.transaction.container).await;
+        refusal.map(Into::into)
     }
 
     fn warn_of_criu(&self, why: &str) {

@@ -13,7 +13,7 @@ use crate::checkpoint::join;
 use crate::effects::Dump;
 use crate::end_proof::EndProof;
 use crate::phase::Phase;
-use crate::{killed_criu, layer, look};
+use crate::{killed_criu, layer, look, pod_shm};
 
 impl Dump for ContainerEffects<'_> {
     async fn inspect(&mut self, may_start: bool) -> Result<Vec<CudaProcess>, EffectError> {
@@ -108,6 +108,12 @@ impl Dump for ContainerEffects<'_> {
         self.progress.described = self.inside(processes);
         self.progress.copied = self.dump_memory().await?;
         self.progress.is_dumped = true;
+        if !self.keeps_shm_in_dump() {
+            let (transaction, image) = (self.transaction, &self.request.image);
+            let kept = pod_shm::keep(transaction.container, image, transaction.reaper);
+            let kept = transaction.cancel().unless_stopped(kept).await;
+            kept.ok_or_else(|| EffectError::stopped(transaction.cancel()))??;
+        }
         self.log_saved(self.progress.copied.memory.as_ref());
         Ok(())
     }

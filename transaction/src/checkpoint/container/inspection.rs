@@ -52,6 +52,7 @@ impl ContainerEffects<'_> {
         }
         assertions.external_unix =
             dump.external_unix_sockets || criu.is_some_and(CriuConfig::users_external_unix);
+        assertions.link_remap = criu.is_some_and(CriuConfig::users_link_remap);
         dump.open_tcp = matches!(assertions.tcp, Tcp::Keep | Tcp::Auto);
         let versions = if self.is_dump() {
             self.versions().await
@@ -72,7 +73,8 @@ impl ContainerEffects<'_> {
             gpus: node.gpus.iter().map(Into::into).collect(),
             topology: inventory.topology.of(&uuids),
             mounts: mounts::required(&spec)?,
-            tmpfs: spec.own_tmpfs()?,
+            has_pod_shm: spec.pod_shm()?.is_some(),
+            tmpfs: spec.kept_tmpfs()?,
             seccomp_agent: spec.has_seccomp_agent(),
             versions,
             image: spec

@@ -1,0 +1,423 @@
+use std::fs::{self, OpenOptions, Permissions};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, lchown, symlink};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+
+use firn_host::FileId;
+use firn_image::pod_shm::{Entry, FillShm, KeepShm, Kind, MadeFile, Reader, Writer};
+use nix::sys::stat::{SFlag, mknod};
+use nix::unistd::mkfifo;
+use tempfile::TempDir;
+
+use super::fill::{Filler, is_same};
+use super::held::{Held, held_by};
+use super::keep::{DEEPEST, kept, write};
+use super::*;
+
+/// A tmpfs, as what it stands for.
+fn dir() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap()
+}
+
+fn id(path: &Path) -> FileId {
+    FileId::of(&fs::symlink_metadata(path).unwrap())
+}
+
+fn held(dir: &TempDir, names: &[&str]) -> Held {
+    let names = names.iter().map(|name| (id(&dir.path().join(name)), true));
+    names.collect()
+}
+
+/// The archive of a directory in which processes have these files open.
+fn archived(dir: &TempDir, own: &[&str], others: &[&str]) -> Vec<u8> {
+    let (own, others) = (held(dir, own), held(dir, others));
+    let opened = open_dir(dir.path()).unwrap();
+    let found = kept(&opened, &own, &others).unwrap();
+    let mut archive = Vec::new();
+    write(&opened, &found, &own, &mut archive).unwrap();
+    archive
+}
+
+/// Fills the directory, in which processes have these files open. Returns the names of what was made.
+fn filled(archive: &[u8], dir: &TempDir, held: &[&str]) -> Result<Vec<String>> {
+    let record = tempfile::NamedTempFile::new().unwrap();
+    let held = self::held(dir, held);
+    let is_held = |file: FileId| held.contains_key(&file);
+    let opened = open_dir(dir.path()).unwrap();
+    let filler = Filler::new(opened, record.reopen().unwrap(), is_held);
+    filler.fill(archive)?;
+    let lines = fs::read_to_string(record.path()).unwrap();
+    let made = lines
+        .lines()
+        .map(|line| serde_json::from_str::<MadeFile>(line).unwrap());
+    let mut names: Vec<String> = made.map(|made| String::from_utf8(made.name).unwrap()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// Everything in a directory: names, kinds, owners, modes and texts.
+fn shown(dir: &Path) -> Vec<String> {
+    let mut shown: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .flat_map(|entry| {
+            let path = entry.unwrap().path();
+            let found = fs::symlink_metadata(&path).unwrap();
+            let mut lines = vec![format!(
+                "{:?} {:o} {}:{} {} {}",
+                path.file_name().unwrap(),
+                found.mode(),
+                found.uid(),
+                found.gid(),
+                if found.is_file() { found.len() } else { 0 },
+                if found.is_file() { found.blocks() } else { 0 },
+            )];
+            if found.is_dir() {
+                lines.extend(self::shown(&path));
+            }
+            lines
+        })
+        .collect();
+    shown.sort();
+    shown
+}
+
+#[test]
+fn files_are_the_same_in_a_copy() {
+    let (source, copy) = (dir(), dir());
+    let at = |name: &str| source.path().join(name);
+    fs::create_dir_all(at("dir/deep")).unwrap();
+    fs::set_permissions(at("dir"), Permissions::from_mode(0o1777)).unwrap();
+    fs::write(at("dir/deep/file"), vec![7; 3_000_000]).unwrap();
+    fs::set_permissions(at("dir/deep/file"), Permissions::from_mode(0o040)).unwrap();
+    lchown(at("dir/deep/file"), Some(1000), Some(1001)).unwrap();
+    fs::hard_link(at("dir/deep/file"), at("other name")).unwrap();
+    fs::set_permissions(at("dir/deep"), Permissions::from_mode(0o500)).unwrap();
+    symlink("/nowhere", at("link")).unwrap();
+    mkfifo(&at("pipe"), Mode::S_IRUSR).unwrap();
+    let sparse = File::create(at("sparse")).unwrap();
+    sparse.set_len(1 << 40).unwrap();
+    for piece in 0..6_u64 {
+        sparse.write_at(b"piece", piece << 36).unwrap();
+    }
+    sparse.write_at(b"end", (1 << 40) - 3).unwrap();
+    File::create(at("hole")).unwrap().set_len(1 << 20).unwrap();
+    fs::write(at("empty"), "").unwrap();
+    fs::write(at(&"n".repeat(255)), "long").unwrap();
+    let odd = source
+        .path()
+        .join(std::ffi::OsString::from_vec(b"\xff\n".to_vec()));
+    fs::write(&odd, "odd").unwrap();
+    let _socket = UnixListener::bind(at("socket")).unwrap();
+    mknod(&at("node"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+    let archive = archived(&source, &["dir/deep/file"], &[]);
+    assert!(archive.len() < 4 << 20, "{}", archive.len());
+
+    let record = tempfile::tempfile().unwrap();
+    let filler = Filler::new(open_dir(copy.path()).unwrap(), record, |_| false);
+    filler.fill(&*archive).unwrap();
+    fs::remove_file(at("socket")).unwrap();
+    fs::remove_file(at("node")).unwrap();
+    assert_eq!(shown(source.path()), shown(copy.path()));
+    let of_copy = |name: &str| copy.path().join(name);
+    assert_eq!(fs::read(of_copy("other name")).unwrap(), vec![7; 3_000_000]);
+    assert_eq!(id(&of_copy("dir/deep/file")), id(&of_copy("other name")));
+    assert_eq!(fs::read_link(of_copy("link")).unwrap(), Path::new("/nowhere"));
+    let open = |path: PathBuf| File::open(path).unwrap();
+    assert!(is_same(&open(at("sparse")), &open(of_copy("sparse"))).unwrap());
+}
+
+#[test]
+fn what_only_others_have_open_stays_theirs() {
+    let (source, copy) = (dir(), dir());
+    for name in ["own", "shared", "theirs", "nobody"] {
+        fs::write(source.path().join(name), name).unwrap();
+    }
+    let archive = archived(&source, &["own", "shared"], &["shared", "theirs"]);
+    assert_eq!(filled(&archive, &copy, &[]).unwrap(), ["nobody", "own", "shared"]);
+}
+
+/// Also a second time, as where the kubelet starts the copy again.
+#[test]
+fn only_what_nobody_has_open_gives_way_and_only_to_what_the_copy_has_open() {
+    let (source, copy) = (dir(), dir());
+    let names = ["open-stale", "open-used", "open-same", "closed"];
+    for name in names {
+        fs::write(source.path().join(name), "of the checkpoint").unwrap();
+        fs::write(copy.path().join(name), "of the pod").unwrap();
+    }
+    fs::write(copy.path().join("open-same"), "of the checkpoint").unwrap();
+    fs::hard_link(source.path().join("open-stale"), source.path().join("second")).unwrap();
+    fs::write(copy.path().join("second"), "of the pod").unwrap();
+    let same = id(&copy.path().join("open-same"));
+    let archive = archived(&source, &["open-stale", "open-used", "open-same"], &[]);
+    for _ in 0..2 {
+        assert!(filled(&archive, &copy, &["open-used"]).unwrap().is_empty());
+        let text = |name: &str| fs::read_to_string(copy.path().join(name)).unwrap();
+        let texts = names.map(text);
+        assert_eq!(
+            texts,
+            [
+                "of the checkpoint",
+                "of the pod",
+                "of the checkpoint",
+                "of the pod"
+            ]
+        );
+        let at = |name: &str| id(&copy.path().join(name));
+        assert_eq!(at("open-same"), same);
+        assert_eq!(at("second"), at("open-stale"), "one file has two names");
+        assert_eq!(fs::read_dir(copy.path()).unwrap().count(), 5);
+    }
+    // A file that stays has the other names of the one that it stands for.
+    let (source, copy) = (dir(), dir());
+    fs::write(source.path().join("one"), "of the checkpoint").unwrap();
+    fs::hard_link(source.path().join("one"), source.path().join("two")).unwrap();
+    let archive = archived(&source, &["one"], &[]);
+    let first = Reader::begin(&*archive).unwrap().entry().unwrap().unwrap().name;
+    let first = String::from_utf8(first).unwrap();
+    fs::write(copy.path().join(&first), "of the pod").unwrap();
+    assert_eq!(filled(&archive, &copy, &[&first]).unwrap().len(), 1);
+    let [one, two] = ["one", "two"].map(|name| id(&copy.path().join(name)));
+    assert_eq!(one, two);
+}
+
+#[test]
+fn files_that_differ_in_one_thing_are_not_the_same() {
+    let dir = dir();
+    let [one, other] = ["one", "other"].map(|name| dir.path().join(name));
+    fs::write(&one, vec![1; 100_000]).unwrap();
+    File::options()
+        .write(true)
+        .open(&one)
+        .unwrap()
+        .set_len(200_000)
+        .unwrap();
+    let mut same = Vec::new();
+    for change in [
+        "nothing",
+        "the first byte",
+        "the last byte",
+        "a hole",
+        "the size",
+        "the mode",
+        "the group",
+    ] {
+        fs::copy(&one, &other).unwrap();
+        let file = OpenOptions::new().write(true).open(&other).unwrap();
+        match change {
+            "the first byte" => drop(file.write_at(&[2], 0).unwrap()),
+            "the last byte" => drop(file.write_at(&[2], 99_999).unwrap()),
+            "a hole" => drop(file.write_at(&[2], 150_000).unwrap()),
+            "the size" => file.set_len(200_001).unwrap(),
+            "the mode" => file.set_permissions(Permissions::from_mode(0o600)).unwrap(),
+            "the group" => lchown(&other, None, Some(1)).unwrap(),
+            _ => {}
+        }
+        let open = |path: &PathBuf| File::open(path).unwrap();
+        if is_same(&open(&one), &open(&other)).unwrap() {
+            same.push(change);
+        }
+        fs::remove_file(&other).unwrap();
+    }
+    assert_eq!(same, ["nothing"]);
+}
+
+fn entry(name: &str, kind: Kind) -> Entry {
+    Entry {
+        name: name.into(),
+        kind,
+        mode: 0o6755,
+        uid: 0,
+        gid: 0,
+        held: true,
+    }
+}
+
+/// An archive of these entries, each file with a text.
+fn archive(entries: &[(&str, Kind)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut writer = Writer::begin(&mut bytes).unwrap();
+    for (name, kind) in entries {
+        writer.entry(&entry(name, kind.clone())).unwrap();
+        if let Kind::File(size) = kind {
+            writer.content(0, *size, &mut io::repeat(b'x')).unwrap();
+            writer.end_content().unwrap();
+        }
+    }
+    writer.end().unwrap();
+    bytes
+}
+
+#[test]
+fn no_archive_leads_out_of_the_directory() {
+    let link = |to: &str| Kind::Symlink(to.into());
+    let cases: [(&str, &[(&str, Kind)]); 8] = [
+        ("a path upwards", &[("a/../../kept", Kind::File(3))]),
+        ("an absolute path", &[("/kept", Kind::File(3))]),
+        (
+            "a link upwards",
+            &[("up", link("..")), ("up/kept", Kind::File(3))],
+        ),
+        (
+            "a link in the way",
+            &[("up", link("../kept")), ("up", Kind::File(3))],
+        ),
+        (
+            "a hard link upwards",
+            &[("name", Kind::Link(b"../kept".to_vec()))],
+        ),
+        (
+            "an absolute hard link",
+            &[("name", Kind::Link(b"/kept".to_vec()))],
+        ),
+        ("a pipe upwards", &[("../pipe", Kind::Pipe)]),
+        ("the directory itself", &[(".", Kind::Directory)]),
+    ];
+    for (what, entries) in cases {
+        let outside = dir();
+        let root = tempfile::tempdir_in(outside.path()).unwrap();
+        fs::write(outside.path().join("kept"), "kept").unwrap();
+        let all = [&[("first", Kind::File(5))][..], entries].concat();
+        let result = filled(&archive(&all), &root, &[]);
+        let kept = fs::read_to_string(outside.path().join("kept")).unwrap();
+        assert_eq!(kept, "kept", "{what}");
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 2, "{what}");
+        let is_harmless = what.contains("hard link") || what == "a link in the way";
+        assert_eq!(result.is_ok(), is_harmless, "{what}");
+    }
+}
+
+#[test]
+fn a_copy_gets_no_set_user_id_and_a_cut_archive_is_an_error() {
+    let root = dir();
+    let bytes = archive(&[
+        ("dir", Kind::Directory),
+        ("file", Kind::File(5000)),
+        ("pipe", Kind::Pipe),
+    ]);
+    assert_eq!(filled(&bytes, &root, &[]).unwrap(), ["dir", "file", "pipe"]);
+    assert_eq!(
+        fs::metadata(root.path().join("file")).unwrap().mode() & 0o7777,
+        0o755
+    );
+    assert!(
+        fs::symlink_metadata(root.path().join("pipe"))
+            .unwrap()
+            .file_type()
+            .is_fifo()
+    );
+    for length in 0..bytes.len() {
+        filled(&bytes[..length], &dir(), &[]).unwrap_err();
+    }
+}
+
+/// By the commands, as the shim calls them.
+#[test]
+fn a_copy_that_fails_leaves_nothing_but_what_somebody_has_open() {
+    let (source, copy, image, bundle) = (dir(), dir(), dir(), dir());
+    fs::create_dir(source.path().join("dir")).unwrap();
+    for name in ["dir/inside", "other", "taken"] {
+        fs::write(source.path().join(name), "text").unwrap();
+    }
+    let keep = |own: &[i32]| KeepShm {
+        dir: source.path().into(),
+        image: image.path().into(),
+        own: own.to_vec(),
+        others: Vec::new(),
+    };
+    let me = i32::try_from(std::process::id()).unwrap();
+    // As often as a client uses its directory.
+    for _ in 0..2 {
+        in_thread(|| super::keep(&*json(&keep(&[me]))).unwrap());
+    }
+    let names = fs::read_dir(image.path())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name());
+    assert_eq!(names.collect::<Vec<_>>(), ["dev-shm.img"]);
+    fs::write(copy.path().join("taken"), "of another").unwrap();
+    let request = FillShm {
+        dir: copy.path().into(),
+        archive: image.path().join("dev-shm.img"),
+        record: bundle.path().join("record"),
+        pids: vec![me],
+    };
+    in_thread(|| super::fill(&*json(&request)).unwrap());
+    assert_eq!(
+        fs::read_to_string(copy.path().join("dir/inside")).unwrap(),
+        "text"
+    );
+    let open = File::open(copy.path().join("other")).unwrap();
+    fs::write(copy.path().join("dir/of somebody"), "").unwrap();
+    in_thread(|| super::empty(&*json(&request)).unwrap());
+    let left = |at: &str| fs::read_dir(copy.path().join(at)).unwrap().count();
+    assert_eq!((left("."), left("dir")), (3, 1));
+    assert!(open.metadata().unwrap().nlink() == 1);
+    // Without a record there is nothing to remove.
+    in_thread(|| super::empty(&*json(&request)).unwrap());
+    // Nothing to keep, where an earlier checkpoint had something.
+    fs::remove_dir_all(source.path().join("dir")).unwrap();
+    fs::remove_file(source.path().join("other")).unwrap();
+    fs::remove_file(source.path().join("taken")).unwrap();
+    in_thread(|| super::keep(&*json(&keep(&[]))).unwrap());
+    let kept = File::open(image.path().join("dev-shm.img")).unwrap();
+    assert!(Reader::begin(kept).unwrap().entry().unwrap().is_none());
+}
+
+fn json(request: &impl serde::Serialize) -> Vec<u8> {
+    serde_json::to_vec(request).unwrap()
+}
+
+/// Rights are those of a thread.
+fn in_thread(work: impl FnOnce() + Send) {
+    std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+}
+
+#[test]
+fn a_file_that_the_container_has_open_is_in_the_archive_or_there_is_none() {
+    let source = dir();
+    fs::write(source.path().join("file"), "text").unwrap();
+    let own = held(&source, &["file"]);
+    let opened = open_dir(source.path()).unwrap();
+    let found = kept(&opened, &own, &Held::new()).unwrap();
+    fs::remove_file(source.path().join("file")).unwrap();
+    let error = write(&opened, &found, &own, Vec::new()).unwrap_err();
+    assert!(error.to_string().contains("renamed or removed"), "{error:#}");
+}
+
+#[test]
+fn open_and_mapped_files_of_a_process_are_held() {
+    let shm = dir();
+    let at = |name: &str| shm.path().join(name);
+    for name in ["open", "deleted", "closed"] {
+        fs::write(at(name), "text").unwrap();
+    }
+    let elsewhere = tempfile::NamedTempFile::new().unwrap();
+    let mut child = std::process::Command::new("sleep");
+    child.arg("1000").stdin(File::open(at("open")).unwrap());
+    child.stdout(File::open(at("deleted")).unwrap());
+    let mut child = child.stderr(elsewhere.reopen().unwrap()).spawn().unwrap();
+    let deleted = id(&at("deleted"));
+    fs::remove_file(at("deleted")).unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    let held = held_by(&[pid, i32::MAX], fs::metadata(shm.path()).unwrap().dev());
+    let root = fs::metadata("/proc/self/exe").unwrap();
+    let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let programs = held_by(&[pid], fs::metadata(&program).unwrap().dev());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let expected = Held::from([(id(&at("open")), true), (deleted, false)]);
+    assert_eq!(held, expected);
+    assert!(programs.contains_key(&id(&program)) && !programs.contains_key(&FileId::of(&root)));
+}
+
+#[test]
+fn directories_are_not_in_each_other_without_end() {
+    let source = dir();
+    let mut deep = source.path().to_owned();
+    (0..=DEEPEST).for_each(|_| deep.push("d"));
+    fs::create_dir_all(deep).unwrap();
+    let opened = open_dir(source.path()).unwrap();
+    let error = kept(&opened, &Held::new(), &Held::new()).err().unwrap();
+    assert!(error.to_string().contains("in each other"), "{error:#}");
+}
