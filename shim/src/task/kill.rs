@@ -43,6 +43,9 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             give_up(&container).await?;
             return Ok(Empty::default());
         }
+        if request.signal == SIGKILL {
+            dumped(&container).await;
+        }
         let (cancel, hooks) = match request.signal {
             SIGKILL => (container.transaction.cancel(), container.hooks.cancel().is_some()),
             _ => (None, false),
@@ -85,6 +88,21 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
         Ok(()) => Ok(Empty::default()),
         Err(Errno::ESRCH) => Err(TaskError::Finished),
         Err(source) => Err(TaskError::KillExec(source)),
+    }
+}
+
+/// Waits a moment for a dump of the runtime that has ended init, as its client wanted: cut off now, it would
+/// have no image, and its container is gone. Kubernetes kills what has ended.
+async fn dumped(container: &Container) {
+    let pid = container.init.pid();
+    let has_ended = || container.init.exit().is_some() || pid != 0 && !procfs::is_alive(pid);
+    let begun = Instant::now();
+    while !container.traits.by_firn()
+        && container.transaction.is_taken()
+        && has_ended()
+        && begun.elapsed() < CRIU
+    {
+        sleep(LOOK).await;
     }
 }
 

@@ -328,6 +328,33 @@ fn a_checkpoint_that_ends_it(host: &GpuHost, runtime: &str) -> Result<String> {
     Ok(seen.join("\n"))
 }
 
+/// A runc that takes a moment to end after a dump.
+const SLOW: &str = "#!/bin/sh\nrunc \"$@\"\ncode=$?\n\
+                    case \"$*\" in *' checkpoint '*) sleep 2 ;; esac\nexit $code\n";
+
+/// As the kubelet kills a container that has ended.
+fn a_kill_after_a_dump_that_has_ended_it_costs_no_image(platform: Platform) -> Result<()> {
+    on([GpuHost::for_test(platform, "wg-kill", &[])?], |[host]| {
+        const WRAPPER: &str = "/usr/local/bin/slow-runc";
+        host.node().write(WRAPPER, SLOW)?;
+        host.node().run(&["chmod", "+x", WRAPPER])?;
+        let options = ["--runtime", host.runtime_for_options()?, "--runc-binary", WRAPPER];
+        let container = Container::run(host, "c", &options, &["sh", "-c", COUNT])?;
+        counts_on(&container, host, 3)?;
+        std::thread::scope(|scope| {
+            let checkpoint = scope.spawn(|| container.checkpoint_and_exit("/tmp/image"));
+            container.becomes("STOPPED")?;
+            // It may be answered that it has ended.
+            let _ended = container.task(&["kill", "--signal", "SIGKILL"]);
+            checkpoint.join().expect("nothing panics")
+        })?;
+        let image = host.node().path("/tmp/image/pstree.img");
+        ensure!(image.exists(), "there is no image");
+        container.forget()?;
+        host.idle()
+    })
+}
+
 /// A dump that CRIU refuses: the container continues.
 fn a_checkpoint_that_fails(host: &GpuHost, runtime: &str) -> Result<String> {
     let options = ["--runtime", runtime, "--device", "/dev/loop-control"];
@@ -496,6 +523,7 @@ pub(crate) fn suite() -> matrix::Suite {
         either_shim_restores_the_others_image [FORKY, TRIXIE];
         a_shell_that_starts_programs_is_checkpointed [FORKY, FORKY_V2, TRIXIE];
         file_locks_move [FORKY, TRIXIE];
+        a_kill_after_a_dump_that_has_ended_it_costs_no_image [TRIXIE, TRIXIE_V2];
         a_dump_into_another_directory_is_refused [FORKY, TRIXIE];
         options_of_older_clients_are_taken [TRIXIE];
     })
