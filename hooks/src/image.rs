@@ -24,8 +24,8 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
         Ok(host) => host.unwrap_or_else(Host::this),
         Err(error) => return Err(error).with_context(|| format!("cannot open {}", root.display())),
     };
-    let fault = criu::check(&spec, image, &host).err();
-    crate::answer(json!(fault))
+    let fits = criu::check(&spec, image, &host).and_then(|()| criu::expect_volumes(&spec, image, bundle));
+    crate::answer(json!(fits.err()))
 }
 
 /// Prints what in restored processes, of which the first is the container's init, exceeds the bundle's spec,

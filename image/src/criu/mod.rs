@@ -25,6 +25,7 @@ mod stopped;
 mod tasks;
 mod timers;
 mod unix_sockets;
+mod volumes;
 mod wire;
 
 use std::collections::BTreeSet;
@@ -44,6 +45,7 @@ pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
 pub use self::timers::set_expired_timers;
 pub use self::unix_sockets::close_unix_sockets;
+pub use self::volumes::expect_volumes;
 use self::wire::{Message, WireError};
 use firn_host::bounded::read_at_most;
 use firn_host::{Problem, in_root, mountinfo};
@@ -90,6 +92,30 @@ pub enum ImageFault {
         "check the checkpoint directory; CRIU's files must be regular files"
     )]
     Unreadable { file: String, reason: String },
+    /// A file of a volume that a process had open has another size by now.
+    #[error(
+        "a process had {path} open with {then} bytes, and {file} has {now} by now: CRIU opens it only with \
+         as many"
+    )]
+    #[problem(
+        "FIRN-FILE-SIZE",
+        "give the copy the file as it was; where it only has more at its end, `truncate --size` cuts it, and \
+         the copy writes that again"
+    )]
+    Size {
+        path: String,
+        /// The file of this node.
+        file: String,
+        then: u64,
+        now: u64,
+    },
+    /// A file of a volume that a process had open is not there.
+    #[error("a process had {path} open, and {file} is not there")]
+    #[problem(
+        "FIRN-FILE-GONE",
+        "give the copy the volume that the container had, with its files"
+    )]
+    Gone { path: String, file: String },
     /// The spec cannot be read.
     #[error("{reason}")]
     #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]

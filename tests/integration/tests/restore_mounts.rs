@@ -5,7 +5,9 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use firn_lab::{Container, DRIVER, FIRN, GpuHost, Lines, SimGpu, cases, failure, matrix, nothing_left, on};
+use firn_lab::{
+    COUNTER, Container, DRIVER, FIRN, GpuHost, Lines, SimGpu, cases, failure, matrix, nothing_left, on,
+};
 use firn_node::{Platform, Suite, wait_for};
 
 const WAIT: Duration = Duration::from_secs(60);
@@ -265,11 +267,73 @@ fn read_only_mounts_are_read_only_after_a_restore(platform: Platform) -> Result<
     })
 }
 
+/// A volume with files that a job has open: one that it writes, one that it appends to, one whose name is
+/// deleted.
+const VOLUME: &str = "type=bind,src=/srv/data,dst=/data,options=rbind:rw";
+const USE: &str = "cd /data; exec 3<>state; exec 4>>log; exec 5<>temporary; rm temporary; cd /;";
+
+/// CRIU would refuse it when the GPU state has been read already.
+fn a_volume_whose_files_have_changed_refuses_a_restore(platform: Platform) -> Result<()> {
+    on([host(platform, "mt-vol", 1)?], |[host]| {
+        let node = host.node();
+        let sh = |script: &str| {
+            node.run(&["sh", "-ec", &format!("cd /srv/data; {script}")])
+                .map(drop)
+        };
+        for gpus in [&["0"][..], &[]] {
+            host.watch_runc()?;
+            node.run(&["mkdir", "-p", "/srv/data"])?;
+            sh("rm -f *; echo state >state; echo text >temporary")?;
+            let script = format!("{USE} {COUNTER}");
+            let script = match gpus {
+                [] => format!("{USE} while :; do echo x >>/counter.log; sleep 0.1; done"),
+                _ => script,
+            };
+            let source = Container::script(host, "job", gpus, 1, &["--mount", VOLUME], &script)?;
+            wait_for("its files", WAIT, || {
+                Ok(source
+                    .exec(&["sh", "-c", "[ -e /counter.log ] && [ ! -e /data/temporary ]"])
+                    .ok()
+                    .map(drop))
+            })?;
+            source.checkpoint("checkpoint/job")?;
+            source.remove()?;
+            let restores = || -> Result<()> {
+                let (copy, _) = Container::restore(host, "job", "checkpoint/job", gpus.len())?;
+                copy.remove()?;
+                host.idle()
+            };
+            let refused = |code: &str| -> Result<()> {
+                let output =
+                    failure(Container::restore(host, "job", "checkpoint/job", gpus.len()).map(drop))?;
+                ensure!(
+                    output.contains(code) && output.contains("/srv/data/state"),
+                    "{output}"
+                );
+                ensure!(!host.runc_has("restore")?, "runc was called");
+                node.run(&["ctr", "containers", "delete", "job"])?;
+                nothing_left(host, "job")
+            };
+            sh("mv state kept; cp kept state; echo more >>state; echo more >>log")?;
+            refused("FIRN-FILE-SIZE")?;
+            sh("truncate --size 3 state")?;
+            refused("FIRN-FILE-SIZE")?;
+            sh("rm state")?;
+            refused("FIRN-FILE-GONE")?;
+            sh("cp kept state; echo more >>state; truncate --size 6 state")?;
+            restores()?;
+            host.remove_image("checkpoint/job")?;
+        }
+        Ok(())
+    })
+}
+
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         programs_started_after_a_restore_find_the_driver [FORKY];
         read_only_mounts_are_read_only_after_a_restore [FORKY, TRIXIE];
         libraries_stay_where_the_checkpoint_has_them [FORKY];
         a_node_with_its_driver_elsewhere_restores [FORKY, TRIXIE];
+        a_volume_whose_files_have_changed_refuses_a_restore [FORKY, TRIXIE];
     })
 }
