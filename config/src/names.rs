@@ -342,6 +342,9 @@ pub const RUNC_DESCRIPTORS: &str = "descriptors.json";
 /// File among the CRIU images with the files of a pod's /dev/shm, which CRIU leaves out.
 pub const SHM_ARCHIVE: &str = "dev-shm.img";
 
+/// The same before CRIU has dumped the container.
+pub const EARLY_SHM_ARCHIVE: &str = ".dev-shm.early";
+
 /// Option of firn-runc that shows its own version: --version shows runc's.
 pub const RUNC_VERSION_OPTION: &str = "--firn-version";
 

@@ -7,6 +7,8 @@ mod cap;
 mod checkpoint_image;
 mod layer;
 mod rights;
+mod shm;
 
 pub use checkpoint_image::fuzz::checkpoint_image;
 pub use layer::fuzz::layer;
+pub use shm::fuzz::pod_shm;

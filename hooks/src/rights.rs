@@ -20,6 +20,16 @@ pub fn keep_writing() -> Result<()> {
     ])
 }
 
+/// Drops all capabilities of this thread except those with which root reads files, and makes some in
+/// directories of any owner, also in those that another process has open.
+pub fn keep_archiving() -> Result<()> {
+    keep(&[
+        Capability::CAP_DAC_OVERRIDE,
+        Capability::CAP_DAC_READ_SEARCH,
+        Capability::CAP_SYS_PTRACE,
+    ])
+}
+
 /// Drops all capabilities of this thread except those with which root writes files of any owner, and looks
 /// which files other processes have open.
 pub fn keep_filling() -> Result<()> {
@@ -28,6 +38,7 @@ pub fn keep_filling() -> Result<()> {
         Capability::CAP_DAC_OVERRIDE,
         Capability::CAP_DAC_READ_SEARCH,
         Capability::CAP_FOWNER,
+        Capability::CAP_FSETID,
         Capability::CAP_SYS_PTRACE,
     ])
 }

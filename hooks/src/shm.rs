@@ -9,6 +9,8 @@
 //! without following a link. A file has its whole content before it has a name.
 
 mod fill;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 mod held;
 mod keep;
 

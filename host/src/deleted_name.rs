@@ -6,7 +6,7 @@
 //! nearest directory above it that still exists.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -64,7 +64,20 @@ impl DeletedName {
         let meta = handle.metadata().ok()?;
         let me = i32::try_from(std::process::id()).ok()?;
         let mount = procfs::mount_of(me, handle.as_raw_fd())?;
-        (meta.nlink() > 0).then(|| Self {
+        if meta.nlink() == 0 {
+            return None;
+        }
+        // It may have that name in full.
+        let in_full = [path.as_os_str().as_bytes(), b" (deleted)"].concat();
+        let in_full = Path::new(OsStr::from_bytes(&in_full))
+            .strip_prefix("/")
+            .ok()?
+            .to_owned();
+        let there = fs::symlink_metadata(Path::new(&format!("/proc/{pid}/root")).join(in_full));
+        if there.is_ok_and(|there| FileId::of(&there) == FileId::of(&meta)) {
+            return None;
+        }
+        Some(Self {
             pid,
             path,
             mount,
@@ -90,7 +103,7 @@ impl DeletedName {
         let mut names = Vec::new();
         for entry in fs::read_dir(format!("/proc/self/fd/{}", opened.as_raw_fd()))? {
             let name = entry?.file_name();
-            if is_criu_link(name.as_bytes()) && self.is_at(&opened, &name) {
+            if is_criu_link(&name) && self.is_at(&opened, &name) {
                 names.push(name);
             }
         }
@@ -114,8 +127,9 @@ impl CriuLinks {
     }
 }
 
-fn is_criu_link(name: &[u8]) -> bool {
-    let number = name.strip_prefix(CRIU_LINK);
+/// Whether it is a name that CRIU would give.
+pub fn is_criu_link(name: &OsStr) -> bool {
+    let number = name.as_bytes().strip_prefix(CRIU_LINK);
     number.is_some_and(|number| !number.is_empty() && number.iter().all(u8::is_ascii_digit))
 }
 

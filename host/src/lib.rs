@@ -29,7 +29,7 @@ mod unless_absent;
 
 pub use alone::Alone;
 pub use cpu::CpuFeatures;
-pub use deleted_name::{CriuLinks, DeletedName};
+pub use deleted_name::{CriuLinks, DeletedName, is_criu_link};
 pub use file_id::FileId;
 pub use firn_host_derive::Problem;
 pub use in_root::in_root;

@@ -14,12 +14,14 @@ pub use archive::{ArchiveFault, Entry, Kind, Reader, Writer};
 pub struct KeepShm {
     /// What is mounted at /dev/shm.
     pub dir: PathBuf,
-    /// The image directory, in which the archive is made if there is a file to keep.
-    pub image: PathBuf,
+    /// The archive, which is made if there is a file to keep or an earlier archive.
+    pub archive: PathBuf,
+    /// Where an earlier one may be.
+    pub earlier: PathBuf,
     /// Processes of the container.
     pub own: Vec<i32>,
-    /// Those of the pod's other containers. What they alone have open stays theirs.
-    pub others: Vec<i32>,
+    /// The directory with the cgroups of all containers of the pod. What only others have open stays theirs.
+    pub pod: PathBuf,
 }
 
 /// Make the archived files for a copy: `firn-hook fill-shm` reads this, and `firn-hook empty-shm`, which
@@ -31,8 +33,8 @@ pub struct FillShm {
     pub archive: PathBuf,
     /// The file that has what was made, one [`MadeFile`] in each line.
     pub record: PathBuf,
-    /// Processes of the pod.
-    pub pids: Vec<i32>,
+    /// The directory with the cgroups of all containers of the pod.
+    pub pod: PathBuf,
 }
 
 /// A file that was made where nothing was.

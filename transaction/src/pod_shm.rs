@@ -5,17 +5,20 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use firn_config::{Config, Keys, find_program, names};
-use firn_host::{Chain, Problem, atomic_file};
+use firn_config::{find_program, names};
+use firn_host::{Chain, Problem, UnlessAbsent, atomic_file, procfs};
 use firn_image::pod_shm::{FillShm, KeepShm};
 use firn_oci::{Spec, SpecError, criu_script};
+use firn_process::OrWarn;
 use firn_process::blocking::tidy;
 use firn_process::cgroup::{Cgroup, CgroupError, FreezerState};
 use firn_process::reaper::Reaper;
 use serde::Serialize;
 
+use crate::configured::configured;
 use crate::container::Container;
 use crate::image_dir::ImageDir;
+use crate::journal::ImageWas;
 
 /// How long the removal of files may take.
 const EMPTY: Duration = Duration::from_secs(10);
@@ -48,28 +51,55 @@ pub enum PodShmError {
     #[problem("FIRN-FREEZER", "see that the cgroup hierarchies are mounted")]
     Cgroup(#[from] CgroupError),
     #[error(transparent)]
-    Config(#[from] firn_config::ConfigError),
-    #[error(transparent)]
     Program(#[from] firn_config::ProgramError),
 }
 
 /// Keeps the files of a container that stands still, in its image directory. Nothing is done where the
-/// container has no /dev/shm of a pod.
-pub async fn keep(container: &Container, image: &ImageDir, reaper: &Reaper) -> Result<(), PodShmError> {
-    let Some(request) = request(container, image)? else {
-        return Ok(());
+/// container has no /dev/shm of a pod. With `is_early`, before the dump, [`end_early`] has to follow it if it
+/// returns that something was done.
+pub async fn keep(
+    container: &Container,
+    image: &ImageDir,
+    is_early: bool,
+    reaper: &Reaper,
+) -> Result<bool, PodShmError> {
+    let name = if is_early {
+        names::EARLY_SHM_ARCHIVE
+    } else {
+        names::SHM_ARCHIVE
     };
-    let config = Config::load(Keys::CHECKPOINT)?;
+    let Some(request) = request(container, image, name)? else {
+        return Ok(false);
+    };
+    let config = configured();
     let hook = find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?;
     let limit = config.deadlines.criu_dump;
     let kept = call(&hook, "keep-shm", &request, reaper, limit).await;
-    kept.map(drop).map_err(|why| PodShmError::Keep { why })
+    kept.map(|_| true).map_err(|why| PodShmError::Keep { why })
+}
+
+/// After a dump that is complete, or is not: what was kept before it is part of the image, or goes.
+pub async fn end_early(image: &ImageDir, is_complete: bool) {
+    let dir = image.inside();
+    tidy("keep an archive", move || {
+        let early = dir.join(names::EARLY_SHM_ARCHIVE);
+        let done = if is_complete {
+            std::fs::rename(&early, dir.join(names::SHM_ARCHIVE)).unless_absent()
+        } else {
+            std::fs::remove_file(&early).unless_absent()
+        };
+        done.or_warn(format_args!(
+            "the files of the pod's /dev/shm are left in {}",
+            early.display()
+        ));
+    })
+    .await;
 }
 
 /// Has firn-hook keep them when CRIU calls it at the end of its dump: with the links of files that have a
 /// deleted name, which CRIU removes after that.
 pub fn keep_in_dump(container: &Container, image: &ImageDir) -> Result<(), PodShmError> {
-    let written = request(container, image)?.map(|request| {
+    let written = request(container, image, names::SHM_ARCHIVE)?.map(|request| {
         let request = serde_json::to_vec(&request)?;
         atomic_file::write(&container.bundle, names::BUNDLE_KEEP_SHM, &request, 0o600)
     });
@@ -88,22 +118,26 @@ pub async fn refusal_in_dump(container: &Container) -> Option<PodShmError> {
     refusal.map(|problem| PodShmError::Keep { why: problem.message })
 }
 
-fn request(container: &Container, image: &ImageDir) -> Result<Option<KeepShm>, PodShmError> {
+/// None where there is nothing to do: no /dev/shm of a pod, no file in it and no earlier archive, or a
+/// container that has ended.
+fn request(container: &Container, image: &ImageDir, name: &str) -> Result<Option<KeepShm>, PodShmError> {
     let Some(dir) = Spec::load(&container.bundle)?.pod_shm()? else {
         return Ok(None);
     };
+    let is_empty = std::fs::read_dir(&dir).is_ok_and(|mut files| files.next().is_none());
+    if is_empty && image.was() != ImageWas::Filled || !procfs::is_alive(container.init.pid()) {
+        return Ok(None);
+    }
     let cgroup = container.cgroup()?;
     if cgroup.freezer_state()? != FreezerState::Frozen {
         return Err(PodShmError::Running);
     }
-    let own = cgroup.pids()?;
-    let mut others = cgroup.pids_of_pod()?;
-    others.retain(|pid| !own.contains(pid));
     Ok(Some(KeepShm {
         dir,
-        image: image.inside(),
-        own,
-        others,
+        archive: image.inside().join(name),
+        earlier: image.inside().join(names::SHM_ARCHIVE),
+        own: cgroup.pids()?,
+        pod: cgroup.dir_of_pod(),
     }))
 }
 
@@ -117,9 +151,10 @@ pub struct PodShm {
 
 impl PodShm {
     /// Those of the checkpoint in `image`, if it has any and the container has a /dev/shm of a pod.
-    pub fn of(container: &Container, image: &Path) -> Result<Option<Self>, PodShmError> {
+    pub async fn of(container: &Container, image: &Path) -> Result<Option<Self>, PodShmError> {
         let archive = image.join(names::SHM_ARCHIVE);
-        if archive.symlink_metadata().is_err() {
+        let path = archive.clone();
+        if !tidy("look for an archive", move || path.symlink_metadata().is_ok()).await {
             return Ok(None);
         }
         let spec = Spec::load(&container.bundle)?;
@@ -130,20 +165,16 @@ impl PodShm {
             );
             return Ok(None);
         };
-        let config = Config::load(Keys::RESTORE)?;
-        let pids = match spec.cgroups_path() {
-            Some(path) => {
-                Cgroup::by_spec(path, &container.id, container.options.systemd_cgroup)?.pids_of_pod()?
-            }
-            None => Vec::new(),
-        };
+        let config = configured();
+        let cgroup = spec.cgroups_path().unwrap_or_default();
+        let cgroup = Cgroup::by_spec(cgroup, &container.id, container.options.systemd_cgroup)?;
         Ok(Some(Self {
             hook: find_program(names::HOOK_PROGRAM, config.hook.path.as_deref())?,
             request: FillShm {
                 dir,
                 archive,
                 record: container.bundle.join(names::BUNDLE_SHM_MADE),
-                pids,
+                pod: cgroup.dir_of_pod(),
             },
             limit: config.deadlines.criu_restore,
         }))

@@ -1,31 +1,32 @@
 //! The files of a copy.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
-use firn_host::{FileId, UnlessAbsent, open_below, reopen_regular};
+use anyhow::{Context, Result, bail, ensure};
+use firn_host::{FileId, UnlessAbsent, is_criu_link, open_below, reopen_regular};
+use firn_image::criu;
 use firn_image::pod_shm::{Entry, FillShm, Kind, MadeFile, Reader};
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, ResolveFlag, open, openat, renameat};
-use nix::sys::stat::{Mode, fstatat, mkdirat};
-use nix::unistd::{UnlinkatFlags, linkat, mkfifo, symlinkat, unlinkat};
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, ResolveFlag, open, openat};
+use nix::sys::stat::{FchmodatFlags, Mode, fchmodat, fstat, fstatat, mkdirat};
+use nix::unistd::{UnlinkatFlags, fchownat, linkat, mkfifo, symlinkat, unlinkat};
 use rustix::fs::{SeekFrom, seek};
 
-use super::held::held_by;
+use super::held::{held_by, pids_below};
 use super::{MOST, handle, is_below, open_dir, read};
 use crate::rights;
 
-/// What a name has until it replaces a leftover; the inode follows.
-const REPLACING: &str = ".firn-restore-";
 /// Bytes that are compared at once.
 const PIECE: usize = 64 << 10;
+/// How often a name is tried that others make and remove meanwhile.
+const TRIES: usize = 8;
 
 /// Makes the archived files, and records which.
 pub fn fill(request: impl Read) -> Result<()> {
@@ -35,6 +36,8 @@ pub fn fill(request: impl Read) -> Result<()> {
     let archive = open(&request.archive, flags, Mode::empty()).map_err(io::Error::from);
     let archive = archive.and_then(reopen_regular);
     let archive = archive.with_context(|| format!("cannot open {}", request.archive.display()))?;
+    let image = request.archive.parent().unwrap_or(Path::new(""));
+    let links = criu::names_of_links(image).context("cannot read the image")?;
     let record = OpenOptions::new()
         .write(true)
         .create(true)
@@ -47,7 +50,8 @@ pub fn fill(request: impl Read) -> Result<()> {
     let filler = Filler {
         dir,
         record,
-        is_held: |file| held_by(&request.pids, device).contains_key(&file),
+        links,
+        is_held: |file| held_by(&pids_below(&request.pod), device).contains_key(&file),
         puts: HashMap::new(),
     };
     filler.fill(BufReader::with_capacity(1 << 20, archive))
@@ -62,14 +66,17 @@ pub fn empty(request: impl Read) -> Result<()> {
     };
     let dir = open_dir(&request.dir)?;
     rights::keep_filling()?;
-    let held = held_by(&request.pids, dir.metadata()?.dev());
+    let held = held_by(&pids_below(&request.pod), dir.metadata()?.dev());
     let mut made = Vec::new();
     for line in BufReader::new(record).split(b'\n') {
-        // The last line may be cut: what it names was not made.
+        // The last line may be cut.
         made.extend(serde_json::from_slice::<MadeFile>(&line?).ok());
     }
     for MadeFile { name, inode } in made.iter().rev() {
-        let place = Place::of(&dir, name)?;
+        // What was moved or removed meanwhile is nobody's any more.
+        let Ok(place) = Place::of(&dir, name) else {
+            continue;
+        };
         let Ok(found) = fstatat(&place.above, place.name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
             continue;
         };
@@ -87,9 +94,9 @@ struct Place<'n> {
 }
 
 impl<'n> Place<'n> {
-    fn of(dir: &File, name: &'n [u8]) -> Result<Self> {
+    /// `name` has no `..`.
+    fn of(dir: &File, name: &'n [u8]) -> nix::Result<Self> {
         let path = Path::new(OsStr::from_bytes(name));
-        ensure!(is_below(path), "a path of the archive leads out of it");
         let above = Path::new(".").join(path.parent().unwrap_or(Path::new("")));
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW;
         let resolve = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
@@ -124,22 +131,25 @@ struct Put {
 pub struct Filler<H> {
     pub dir: File,
     pub record: File,
+    /// The names of CRIU's links that the image refers to. Those of other containers are nobody's.
+    pub links: HashSet<Vec<u8>>,
     pub is_held: H,
     puts: HashMap<Vec<u8>, Put>,
 }
 
 impl<H: Fn(FileId) -> bool> Filler<H> {
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub fn new(dir: File, record: File, is_held: H) -> Self {
         Self {
             dir,
             record,
+            links: HashSet::new(),
             is_held,
             puts: HashMap::new(),
         }
     }
 
-    pub fn fill(mut self, archive: impl Read) -> Result<()> {
+    pub fn fill(mut self, archive: impl Read + Seek) -> Result<()> {
         let mut archive = Reader::begin(archive)?;
         let mut count = 0;
         while let Some(entry) = archive.entry()? {
@@ -151,36 +161,47 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         Ok(())
     }
 
-    fn put(&mut self, entry: &Entry, archive: &mut Reader<impl Read>) -> Result<()> {
+    fn put(&mut self, entry: &Entry, archive: &mut Reader<impl Read + Seek>) -> Result<()> {
         let dir = self.dir.try_clone()?;
-        let place = Place::of(&dir, &entry.name)?;
+        let name = Path::new(OsStr::from_bytes(&entry.name));
+        ensure!(is_below(name), "a path of the archive leads out of it");
+        let is_wanted = !name.file_name().is_some_and(is_criu_link) || self.links.contains(&entry.name);
+        let place = Place::of(&dir, &entry.name);
+        let place = match (is_wanted, place) {
+            (true, Ok(place)) => place,
+            // Others have something else in the place of its directory.
+            (false, _) | (_, Err(Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP)) => {
+                return match entry.kind {
+                    Kind::File(size) => Ok(archive.skip_content(size)?),
+                    _ => Ok(()),
+                };
+            }
+            (true, Err(errno)) => return Err(errno.into()),
+        };
         let (above, name) = (&place.above, place.name);
         match &entry.kind {
             Kind::Directory => {
-                let mode = Mode::from_bits_truncate(entry.mode);
                 if is_new(mkdirat(above, name, Mode::S_IRWXU))? {
-                    self.own(entry, &place)?;
+                    self.own_made(entry, &place)?;
                     let made = handle_of_dir(&place)?;
                     fchown(&made, Some(entry.uid), Some(entry.gid))?;
-                    made.set_permissions(Permissions::from_mode(mode.bits()))?;
+                    made.set_permissions(Permissions::from_mode(entry.mode & 0o3777))?;
                 }
             }
             Kind::Symlink(target) => {
                 if is_new(symlinkat(OsStr::from_bytes(target), above, name))? {
-                    self.own(entry, &place)?;
-                    let owner = (Some(entry.uid.into()), Some(entry.gid.into()));
-                    nix::unistd::fchownat(above, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+                    self.own_made(entry, &place)?;
+                    own(entry, &place)?;
                 }
             }
             Kind::Pipe => {
-                let mode = Mode::from_bits_truncate(entry.mode);
                 let at = format!("/proc/self/fd/{}", above.as_raw_fd());
                 if is_new(mkfifo(&Path::new(&at).join(name), Mode::S_IRUSR))? {
-                    self.own(entry, &place)?;
-                    let owner = (Some(entry.uid.into()), Some(entry.gid.into()));
-                    nix::unistd::fchownat(above, name, owner.0, owner.1, AtFlags::AT_SYMLINK_NOFOLLOW)?;
-                    let follow = nix::sys::stat::FchmodatFlags::NoFollowSymlink;
-                    nix::sys::stat::fchmodat(above, name, mode, follow)?;
+                    let file = self.own_made(entry, &place)?;
+                    own(entry, &place)?;
+                    let mode = Mode::from_bits_truncate(entry.mode & 0o1777);
+                    fchmodat(above, name, mode, FchmodatFlags::NoFollowSymlink)?;
+                    self.puts.insert(entry.name.clone(), Put { file, is_ours: true });
                 }
             }
             Kind::Link(first) => {
@@ -188,21 +209,29 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
                     self.link(entry, &place, first, put)?;
                 }
             }
-            Kind::File(size) => self.put_file(entry, *size, &place, archive)?,
+            Kind::File(size) => {
+                let put = self.put_file(entry, *size, &place, archive)?;
+                self.puts.insert(entry.name.clone(), put);
+            }
         }
         Ok(())
     }
 
-    /// Records what was made where nothing was.
-    fn own(&mut self, entry: &Entry, place: &Place<'_>) -> Result<FileId> {
-        let found = fstatat(&place.above, place.name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+    /// Records a file before it gets its name.
+    fn note(&mut self, entry: &Entry, inode: u64) -> Result<()> {
         let made = MadeFile {
             name: entry.name.clone(),
-            inode: found.st_ino,
+            inode,
         };
         let mut line = serde_json::to_vec(&made)?;
         line.push(b'\n');
-        self.record.write_all(&line)?;
+        Ok(self.record.write_all(&line)?)
+    }
+
+    /// Records what was made.
+    fn own_made(&mut self, entry: &Entry, place: &Place<'_>) -> Result<FileId> {
+        let found = fstatat(&place.above, place.name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
+        self.note(entry, found.st_ino)?;
         Ok(FileId::new(found.st_dev, found.st_ino))
     }
 
@@ -211,62 +240,34 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         entry: &Entry,
         size: u64,
         place: &Place<'_>,
-        archive: &mut Reader<impl Read>,
-    ) -> Result<()> {
-        let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
-        let file = File::from(openat(&place.above, ".", flags, Mode::S_IRUSR)?);
-        file.set_len(size)?;
-        let (mut piece, mut end) = (Vec::new(), 0);
-        while let Some(offset) = archive.content(end, size, &mut piece)? {
-            file.write_all_at(&piece, offset)?;
-            end = offset + piece.len() as u64;
+        archive: &mut Reader<impl Read + Seek>,
+    ) -> Result<Put> {
+        let content = archive.position()?;
+        for _ in 0..TRIES {
+            if let Some(there) = place.handle()? {
+                let (metadata, id) = (there.metadata()?, FileId::of(&there.metadata()?));
+                let is_ours = metadata.is_file() && is_same(entry, size, &there, archive)?;
+                let is_leftover = || metadata.is_file() && entry.held && !(self.is_held)(id);
+                archive.seek(content)?;
+                if is_ours || !is_leftover() {
+                    archive.skip_content(size)?;
+                    return Ok(Put { file: id, is_ours });
+                }
+                // Order matters: there may not be room for both.
+                unlinkat(&place.above, place.name, UnlinkatFlags::NoRemoveDir)?;
+            }
+            let file = make_file(entry, size, place, archive)?;
+            let id = FileId::of(&file.metadata()?);
+            self.note(entry, fstat(&file)?.st_ino)?;
+            if is_new(link_to(&file, &place.above, place.name))? {
+                return Ok(Put {
+                    file: id,
+                    is_ours: true,
+                });
+            }
+            archive.seek(content)?;
         }
-        fchown(&file, Some(entry.uid), Some(entry.gid))?;
-        // No set-user-ID: what a restored process may become is decided by its image alone.
-        file.set_permissions(Permissions::from_mode(entry.mode & 0o1777))?;
-        let put = if is_new(link_to(&file, &place.above, place.name))? {
-            let file = self.own(entry, place)?;
-            Put { file, is_ours: true }
-        } else {
-            self.meet(entry, &file, place)?
-        };
-        self.puts.insert(entry.name.clone(), put);
-        Ok(())
-    }
-
-    /// Something has the name already.
-    fn meet(&self, entry: &Entry, file: &File, place: &Place<'_>) -> Result<Put> {
-        let id = FileId::of(&file.metadata()?);
-        let Some(there) = place.handle()? else {
-            return Ok(Put {
-                file: id,
-                is_ours: false,
-            });
-        };
-        let theirs = FileId::of(&there.metadata()?);
-        if !there.metadata()?.is_file() {
-            return Ok(Put {
-                file: theirs,
-                is_ours: false,
-            });
-        }
-        if is_same(file, &reopen_regular(&there)?)? {
-            return Ok(Put {
-                file: theirs,
-                is_ours: true,
-            });
-        }
-        if !entry.held || (self.is_held)(theirs) {
-            return Ok(Put {
-                file: theirs,
-                is_ours: false,
-            });
-        }
-        replace(file, place)?;
-        Ok(Put {
-            file: id,
-            is_ours: true,
-        })
+        bail!("others make and remove it all the time")
     }
 
     /// Another name of a file of the archive, whatever became of that.
@@ -278,8 +279,8 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         if FileId::of(&file.metadata()?) != put.file {
             return Ok(());
         }
+        self.note(entry, fstat(&file)?.st_ino)?;
         if is_new(link_to(&file, &place.above, place.name))? {
-            self.own(entry, place)?;
             return Ok(());
         }
         let Some(there) = place.handle()? else {
@@ -287,27 +288,45 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         };
         let (theirs, is_file) = (FileId::of(&there.metadata()?), there.metadata()?.is_file());
         if put.is_ours && entry.held && is_file && theirs != put.file && !(self.is_held)(theirs) {
-            replace(&file, place)?;
+            unlinkat(&place.above, place.name, UnlinkatFlags::NoRemoveDir)?;
+            let _others = is_new(link_to(&file, &place.above, place.name))?;
         }
         Ok(())
     }
+}
+
+/// A file with its content and without a name.
+fn make_file(entry: &Entry, size: u64, place: &Place<'_>, archive: &mut Reader<impl Read>) -> Result<File> {
+    let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
+    let file = File::from(openat(&place.above, ".", flags, Mode::S_IRUSR)?);
+    file.set_len(size)?;
+    let (mut piece, mut end) = (Vec::new(), 0);
+    while let Some(offset) = archive.content(end, size, &mut piece)? {
+        file.write_all_at(&piece, offset)?;
+        end = offset + piece.len() as u64;
+    }
+    fchown(&file, Some(entry.uid), Some(entry.gid))?;
+    // No set-user-ID: what a restored process may become is decided by its image alone.
+    file.set_permissions(Permissions::from_mode(entry.mode & 0o1777))?;
+    Ok(file)
+}
+
+/// Gives what has this name its owner.
+fn own(entry: &Entry, place: &Place<'_>) -> Result<()> {
+    let owner = (Some(entry.uid.into()), Some(entry.gid.into()));
+    Ok(fchownat(
+        &place.above,
+        place.name,
+        owner.0,
+        owner.1,
+        AtFlags::AT_SYMLINK_NOFOLLOW,
+    )?)
 }
 
 /// Gives a file a name in the directory.
 fn link_to(file: &File, above: &OwnedFd, name: &OsStr) -> nix::Result<()> {
     let opened = format!("/proc/self/fd/{}", file.as_raw_fd());
     linkat(AT_FDCWD, &*opened, above, name, AtFlags::AT_SYMLINK_FOLLOW)
-}
-
-/// Puts a file into the place of what is there.
-fn replace(file: &File, place: &Place<'_>) -> Result<()> {
-    let other = format!("{REPLACING}{}", std::process::id());
-    link_to(file, &place.above, OsStr::new(&other))?;
-    let renamed = renameat(&place.above, &*other, &place.above, place.name);
-    if renamed.is_err() {
-        let _gone = unlinkat(&place.above, &*other, UnlinkatFlags::NoRemoveDir);
-    }
-    Ok(renamed?)
 }
 
 fn handle_of_dir(place: &Place<'_>) -> Result<File> {
@@ -328,36 +347,48 @@ fn is_new(made: nix::Result<()>) -> Result<bool> {
     }
 }
 
-/// Whether both files have the same mode, owner and content.
-pub fn is_same(one: &File, other: &File) -> Result<bool> {
-    let facts = |file: &File| -> io::Result<_> {
-        let found = file.metadata()?;
-        Ok((found.mode(), found.uid(), found.gid(), found.len()))
-    };
-    Ok(facts(one)? == facts(other)? && is_in(one, other)? && is_in(other, one)?)
+/// Whether the file has the mode, owner and content of the entry, which is read up to a difference.
+fn is_same(entry: &Entry, size: u64, there: &File, archive: &mut Reader<impl Read>) -> Result<bool> {
+    let found = there.metadata()?;
+    let facts = (found.mode() & 0o7777, found.uid(), found.gid(), found.len());
+    if facts != (entry.mode & 0o1777, entry.uid, entry.gid, size) {
+        return Ok(false);
+    }
+    let (there, mut piece, mut end) = (reopen_regular(there)?, Vec::new(), 0);
+    let mut read = vec![0; PIECE];
+    while let Some(offset) = archive.content(end, size, &mut piece)? {
+        if !is_hole(&there, end, offset)? {
+            return Ok(false);
+        }
+        for (nth, part) in piece.chunks(PIECE).enumerate() {
+            let at = offset + (nth * PIECE) as u64;
+            match there.read_exact_at(&mut read[..part.len()], at) {
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
+                done => done?,
+            }
+            if read[..part.len()] != *part {
+                return Ok(false);
+            }
+        }
+        end = offset + piece.len() as u64;
+    }
+    is_hole(&there, end, size)
 }
 
-/// Whether everything but the holes of `one` is in `other`.
-fn is_in(one: &File, other: &File) -> Result<bool> {
-    let (size, mut buffers) = (one.metadata()?.len(), [vec![0; PIECE], vec![0; PIECE]]);
-    let mut end = 0;
-    while end < size {
-        let begin = match seek(one, SeekFrom::Data(end)) {
+/// Whether a file has nothing but zeros in this part, without reading its holes.
+fn is_hole(file: &File, begin: u64, end: u64) -> Result<bool> {
+    let (mut at, mut read) = (begin, vec![0; PIECE]);
+    while at < end {
+        let data = match seek(file, SeekFrom::Data(at)) {
             Err(error) if error.raw_os_error() == Errno::ENXIO as i32 => return Ok(true),
-            begin => begin?,
+            data => data?,
         };
-        end = seek(one, SeekFrom::Hole(begin))?.min(size);
-        let mut at = begin;
-        while at < end {
-            let length = usize::try_from(end - at).map_or(PIECE, |left| left.min(PIECE));
-            let [a, b] = &mut buffers;
-            for (file, buffer) in [(one, &mut *a), (other, &mut *b)] {
-                match file.read_exact_at(&mut buffer[..length], at) {
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(false),
-                    read => read?,
-                }
-            }
-            if a[..length] != b[..length] {
+        let until = seek(file, SeekFrom::Hole(data))?.min(end);
+        at = data;
+        while at < until {
+            let length = usize::try_from(until - at).map_or(PIECE, |left| left.min(PIECE));
+            file.read_exact_at(&mut read[..length], at)?;
+            if read[..length].iter().any(|byte| *byte != 0) {
                 return Ok(false);
             }
             at += length as u64;

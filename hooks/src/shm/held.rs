@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::ops::ControlFlow;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use firn_host::{FileId, mountinfo, proc_maps, procfs};
@@ -11,6 +11,17 @@ use nix::sys::stat::{major, minor};
 
 /// Files of one file system that processes have, each with whether they have it by a name that is there.
 pub type Held = HashMap<FileId, bool>;
+
+/// The processes in a cgroup and below, as far as this process sees them; none if it is not there.
+pub fn pids_below(cgroup: &Path) -> Vec<i32> {
+    let procs = fs::read_to_string(cgroup.join("cgroup.procs")).unwrap_or_default();
+    let mut pids: Vec<i32> = procs.lines().filter_map(|line| line.parse().ok()).collect();
+    let children = fs::read_dir(cgroup).into_iter().flatten().flatten();
+    for child in children.filter(|child| child.file_type().is_ok_and(|kind| kind.is_dir())) {
+        pids.extend(pids_below(&child.path()));
+    }
+    pids
+}
 
 /// Those of these processes. A process that has ended has none.
 pub fn held_by(pids: &[i32], device: u64) -> Held {
@@ -38,7 +49,8 @@ pub fn held_by(pids: &[i32], device: u64) -> Held {
             if mount.is_some_and(|mount| mounts.contains(&mount))
                 && let Ok(metadata) = fs::metadata(entry.path())
             {
-                add(FileId::of(&metadata), metadata.is_file() && metadata.nlink() > 0);
+                let is_file = metadata.is_file() || metadata.file_type().is_fifo();
+                add(FileId::of(&metadata), is_file && metadata.nlink() > 0);
             }
         }
     }

@@ -9,15 +9,14 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use firn_config::names;
-use firn_host::{FileId, UnlessAbsent, reopen_regular};
+use firn_host::{FileId, UnlessAbsent, is_criu_link, reopen_regular};
 use firn_image::pod_shm::{Entry, KeepShm, Kind, Writer};
 use nix::errno::Errno;
 use nix::fcntl::readlinkat;
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use rustix::fs::{SeekFrom, seek};
 
-use super::held::{Held, held_by};
+use super::held::{Held, held_by, pids_below};
 use super::{MOST, handle, open_dir, read};
 use crate::rights;
 
@@ -32,17 +31,20 @@ pub fn keep(request: impl Read) -> Result<()> {
     let dir = open_dir(&request.dir)?;
     let is_tmpfs = fstatfs(&dir)?.filesystem_type() == TMPFS_MAGIC;
     let device = dir.metadata()?.dev();
-    let (own, others) = (held_by(&request.own, device), held_by(&request.others, device));
+    let mut others = pids_below(&request.pod);
+    others.retain(|pid| !request.own.contains(pid));
+    let (own, others) = (held_by(&request.own, device), held_by(&others, device));
+    rights::keep_archiving()?;
     let found = if is_tmpfs {
         kept(&dir, &own, &others)?
     } else {
         Vec::new()
     };
-    let archive = request.image.join(names::SHM_ARCHIVE);
-    if found.is_empty() && archive.symlink_metadata().is_err() {
+    let archive = &request.archive;
+    if found.is_empty() && request.earlier.symlink_metadata().is_err() {
         return Ok(());
     }
-    let unfinished = request.image.join(UNFINISHED);
+    let unfinished = archive.with_file_name(UNFINISHED);
     fs::remove_file(&unfinished).unless_absent()?;
     let file = OpenOptions::new()
         .write(true)
@@ -50,10 +52,9 @@ pub fn keep(request: impl Read) -> Result<()> {
         .mode(0o600)
         .open(&unfinished);
     let file = file.with_context(|| format!("cannot make {}", unfinished.display()))?;
-    rights::keep_reading()?;
     let written = write(&dir, &found, &own, BufWriter::new(&file));
     // Order matters: nothing was there that CRIU or a client could take for the archive.
-    let kept = written.and_then(|()| Ok(fs::rename(&unfinished, &archive)?));
+    let kept = written.and_then(|()| Ok(fs::rename(&unfinished, archive)?));
     if kept.is_err() {
         let _gone = fs::remove_file(&unfinished);
     }
@@ -64,14 +65,27 @@ pub fn keep(request: impl Read) -> Result<()> {
 pub struct Found {
     pub path: PathBuf,
     id: FileId,
-    is_file: bool,
+    is_dir: bool,
 }
 
-/// Everything but the files that only others have open.
+/// Everything but what is only of others: files and pipes that they alone have open, and directories with
+/// nothing else. Names of CRIU's come last: all names of a file have the fate of the first.
 pub fn kept(dir: &File, own: &Held, others: &Held) -> Result<Vec<Found>> {
     let mut found = Vec::new();
     list(dir, Path::new(""), &mut found)?;
-    found.retain(|file| !file.is_file || own.contains_key(&file.id) || !others.contains_key(&file.id));
+    let is_others = |file: &Found| !own.contains_key(&file.id) && others.contains_key(&file.id);
+    let (mut used, mut theirs) = (HashSet::new(), HashSet::new());
+    for file in &found {
+        let of = if is_others(file) { &mut theirs } else { &mut used };
+        if !file.is_dir || is_others(file) {
+            of.extend(file.path.ancestors().skip(1).map(Path::to_owned));
+        }
+    }
+    found.retain(|file| {
+        let has_only_theirs = theirs.contains(&file.path) && !used.contains(&file.path);
+        !is_others(file) && (!file.is_dir || !has_only_theirs)
+    });
+    found.sort_by_key(|file| !file.is_dir && is_criu_link(file.path.file_name().unwrap_or_default()));
     Ok(found)
 }
 
@@ -94,7 +108,7 @@ fn list(dir: &File, at: &Path, found: &mut Vec<Found>) -> Result<()> {
         found.push(Found {
             path: path.clone(),
             id: FileId::of(&metadata),
-            is_file: metadata.is_file(),
+            is_dir: metadata.is_dir(),
         });
         if metadata.is_dir() {
             list(dir, &path, found)?;
@@ -156,6 +170,10 @@ fn add(
         Kind::File(metadata.len())
     };
     names.entry(id).or_insert_with(|| name.clone());
+    ensure!(
+        metadata.is_dir() || !own.contains_key(&id) || metadata.mode() & 0o6000 == 0,
+        "the container has it open, and no copy gets its set-user-ID or set-group-ID bit"
+    );
     archive.entry(&Entry {
         name,
         mode: metadata.mode() & 0o7777,

@@ -2,15 +2,14 @@ use std::fs::{self, OpenOptions, Permissions};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, lchown, symlink};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
 
 use firn_host::FileId;
 use firn_image::pod_shm::{Entry, FillShm, KeepShm, Kind, MadeFile, Reader, Writer};
-use nix::sys::stat::{SFlag, mknod};
+use nix::sys::stat::{SFlag, lstat, mknod};
 use nix::unistd::mkfifo;
 use tempfile::TempDir;
 
-use super::fill::{Filler, is_same};
+use super::fill::Filler;
 use super::held::{Held, held_by};
 use super::keep::{DEEPEST, kept, write};
 use super::*;
@@ -46,7 +45,7 @@ fn filled(archive: &[u8], dir: &TempDir, held: &[&str]) -> Result<Vec<String>> {
     let is_held = |file: FileId| held.contains_key(&file);
     let opened = open_dir(dir.path()).unwrap();
     let filler = Filler::new(opened, record.reopen().unwrap(), is_held);
-    filler.fill(archive)?;
+    filler.fill(io::Cursor::new(archive))?;
     let lines = fs::read_to_string(record.path()).unwrap();
     let made = lines
         .lines()
@@ -115,7 +114,7 @@ fn files_are_the_same_in_a_copy() {
 
     let record = tempfile::tempfile().unwrap();
     let filler = Filler::new(open_dir(copy.path()).unwrap(), record, |_| false);
-    filler.fill(&*archive).unwrap();
+    filler.fill(io::Cursor::new(archive)).unwrap();
     fs::remove_file(at("socket")).unwrap();
     fs::remove_file(at("node")).unwrap();
     assert_eq!(shown(source.path()), shown(copy.path()));
@@ -123,8 +122,12 @@ fn files_are_the_same_in_a_copy() {
     assert_eq!(fs::read(of_copy("other name")).unwrap(), vec![7; 3_000_000]);
     assert_eq!(id(&of_copy("dir/deep/file")), id(&of_copy("other name")));
     assert_eq!(fs::read_link(of_copy("link")).unwrap(), Path::new("/nowhere"));
-    let open = |path: PathBuf| File::open(path).unwrap();
-    assert!(is_same(&open(at("sparse")), &open(of_copy("sparse"))).unwrap());
+    let sparse = File::open(of_copy("sparse")).unwrap();
+    for (text, at) in [(&b"piece"[..], 5 << 36), (b"end", (1 << 40) - 3)] {
+        let mut read = vec![0; text.len()];
+        sparse.read_at(&mut read, at).unwrap();
+        assert_eq!(read, text);
+    }
 }
 
 #[test]
@@ -152,7 +155,7 @@ fn only_what_nobody_has_open_gives_way_and_only_to_what_the_copy_has_open() {
     let same = id(&copy.path().join("open-same"));
     let archive = archived(&source, &["open-stale", "open-used", "open-same"], &[]);
     for _ in 0..2 {
-        assert!(filled(&archive, &copy, &["open-used"]).unwrap().is_empty());
+        filled(&archive, &copy, &["open-used"]).unwrap();
         let text = |name: &str| fs::read_to_string(copy.path().join(name)).unwrap();
         let texts = names.map(text);
         assert_eq!(
@@ -177,15 +180,16 @@ fn only_what_nobody_has_open_gives_way_and_only_to_what_the_copy_has_open() {
     let first = Reader::begin(&*archive).unwrap().entry().unwrap().unwrap().name;
     let first = String::from_utf8(first).unwrap();
     fs::write(copy.path().join(&first), "of the pod").unwrap();
-    assert_eq!(filled(&archive, &copy, &[&first]).unwrap().len(), 1);
+    filled(&archive, &copy, &[&first]).unwrap();
     let [one, two] = ["one", "two"].map(|name| id(&copy.path().join(name)));
     assert_eq!(one, two);
 }
 
+/// A leftover that differs in one thing from what the copy has open gives way.
 #[test]
-fn files_that_differ_in_one_thing_are_not_the_same() {
-    let dir = dir();
-    let [one, other] = ["one", "other"].map(|name| dir.path().join(name));
+fn a_file_that_differs_in_one_thing_is_another() {
+    let source = dir();
+    let one = source.path().join("file");
     fs::write(&one, vec![1; 100_000]).unwrap();
     File::options()
         .write(true)
@@ -193,6 +197,7 @@ fn files_that_differ_in_one_thing_are_not_the_same() {
         .unwrap()
         .set_len(200_000)
         .unwrap();
+    let archive = archived(&source, &["file"], &[]);
     let mut same = Vec::new();
     for change in [
         "nothing",
@@ -203,6 +208,8 @@ fn files_that_differ_in_one_thing_are_not_the_same() {
         "the mode",
         "the group",
     ] {
+        let copy = dir();
+        let other = copy.path().join("file");
         fs::copy(&one, &other).unwrap();
         let file = OpenOptions::new().write(true).open(&other).unwrap();
         match change {
@@ -214,11 +221,17 @@ fn files_that_differ_in_one_thing_are_not_the_same() {
             "the group" => lchown(&other, None, Some(1)).unwrap(),
             _ => {}
         }
-        let open = |path: &PathBuf| File::open(path).unwrap();
-        if is_same(&open(&one), &open(&other)).unwrap() {
+        let before = id(&other);
+        filled(&archive, &copy, &[]).unwrap();
+        if id(&other) == before {
             same.push(change);
         }
-        fs::remove_file(&other).unwrap();
+        let text = fs::read(&other).unwrap();
+        assert!(
+            text.len() == 200_000 && text[..100_000] == [1; 100_000][..],
+            "{change}"
+        );
+        assert!(text[100_000..].iter().all(|byte| *byte == 0), "{change}");
     }
     assert_eq!(same, ["nothing"]);
 }
@@ -252,7 +265,7 @@ fn archive(entries: &[(&str, Kind)]) -> Vec<u8> {
 #[test]
 fn no_archive_leads_out_of_the_directory() {
     let link = |to: &str| Kind::Symlink(to.into());
-    let cases: [(&str, &[(&str, Kind)]); 8] = [
+    let cases: [(&str, &[(&str, Kind)]); 9] = [
         ("a path upwards", &[("a/../../kept", Kind::File(3))]),
         ("an absolute path", &[("/kept", Kind::File(3))]),
         (
@@ -264,12 +277,16 @@ fn no_archive_leads_out_of_the_directory() {
             &[("up", link("../kept")), ("up", Kind::File(3))],
         ),
         (
-            "a hard link upwards",
+            "a hard link of nothing",
             &[("name", Kind::Link(b"../kept".to_vec()))],
         ),
         (
+            "a hard link upwards",
+            &[("../name", Kind::Link(b"first".to_vec()))],
+        ),
+        (
             "an absolute hard link",
-            &[("name", Kind::Link(b"/kept".to_vec()))],
+            &[("/name", Kind::Link(b"first".to_vec()))],
         ),
         ("a pipe upwards", &[("../pipe", Kind::Pipe)]),
         ("the directory itself", &[(".", Kind::Directory)]),
@@ -283,7 +300,7 @@ fn no_archive_leads_out_of_the_directory() {
         let kept = fs::read_to_string(outside.path().join("kept")).unwrap();
         assert_eq!(kept, "kept", "{what}");
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 2, "{what}");
-        let is_harmless = what.contains("hard link") || what == "a link in the way";
+        let is_harmless = ["a hard link of nothing", "a link in the way", "a link upwards"].contains(&what);
         assert_eq!(result.is_ok(), is_harmless, "{what}");
     }
 }
@@ -312,7 +329,73 @@ fn a_copy_gets_no_set_user_id_and_a_cut_archive_is_an_error() {
     }
 }
 
-/// By the commands, as the shim calls them.
+/// CRIU's links are names of files that have others. One of another container is nobody's in the copy.
+#[test]
+fn links_of_criu_have_the_fate_of_the_file_that_they_name() {
+    let (source, copy) = (dir(), dir());
+    let at = |name: &str| source.path().join(name);
+    fs::write(at("named"), "text").unwrap();
+    for link in ["link_remap.3", "link_remap.4"] {
+        fs::hard_link(at("named"), at(link)).unwrap();
+    }
+    fs::write(copy.path().join("named"), "of the pod").unwrap();
+    let archive = archived(&source, &["named"], &[]);
+    let named = id(&copy.path().join("named"));
+    let record = tempfile::tempfile().unwrap();
+    let mut filler = Filler::new(open_dir(copy.path()).unwrap(), record, |file| file == named);
+    filler.links.insert(b"link_remap.4".to_vec());
+    filler.fill(io::Cursor::new(archive)).unwrap();
+    assert_eq!(id(&copy.path().join("link_remap.4")), named);
+    assert_eq!(fs::read_dir(copy.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn pipes_and_directories_of_others_stay_theirs() {
+    let (source, copy) = (dir(), dir());
+    let at = |name: &str| source.path().join(name);
+    for name in ["theirs", "shared", "empty"] {
+        fs::create_dir(at(name)).unwrap();
+    }
+    mkfifo(&at("pipe"), Mode::S_IRUSR).unwrap();
+    for name in ["theirs/file", "shared/file", "shared/own"] {
+        fs::write(at(name), "").unwrap();
+    }
+    let archive = archived(&source, &[], &["pipe", "theirs/file", "shared/file"]);
+    assert_eq!(
+        filled(&archive, &copy, &[]).unwrap(),
+        ["empty", "shared", "shared/own"]
+    );
+}
+
+/// What is in the place of a directory, and what is moved meanwhile.
+#[test]
+fn what_cannot_be_reached_is_left() {
+    let (copy, bundle) = (dir(), dir());
+    let bytes = archive(&[
+        ("dir", Kind::Directory),
+        ("dir/file", Kind::File(5000)),
+        ("last", Kind::File(5)),
+    ]);
+    fs::write(copy.path().join("dir"), "a file").unwrap();
+    assert_eq!(filled(&bytes, &copy, &[]).unwrap(), ["last"]);
+    let request = FillShm {
+        dir: copy.path().into(),
+        archive: "/nowhere".into(),
+        record: bundle.path().join("record"),
+        pod: "/nowhere".into(),
+    };
+    let last = lstat(&copy.path().join("last")).unwrap().st_ino;
+    let made = [("gone/file", 1), ("last", last)].map(|(name, inode)| MadeFile {
+        name: name.into(),
+        inode,
+    });
+    let lines = made.map(|made| serde_json::to_string(&made).unwrap() + "\n");
+    fs::write(&request.record, lines.concat()).unwrap();
+    in_thread(|| super::empty(&*json(&request)).unwrap());
+    assert!(!copy.path().join("last").exists() && !request.record.exists());
+}
+
+/// By the commands, as the shim calls them, in an image directory of another user.
 #[test]
 fn a_copy_that_fails_leaves_nothing_but_what_somebody_has_open() {
     let (source, copy, image, bundle) = (dir(), dir(), dir(), dir());
@@ -320,16 +403,23 @@ fn a_copy_that_fails_leaves_nothing_but_what_somebody_has_open() {
     for name in ["dir/inside", "other", "taken"] {
         fs::write(source.path().join(name), "text").unwrap();
     }
+    let archive = image.path().join("dev-shm.img");
     let keep = |own: &[i32]| KeepShm {
         dir: source.path().into(),
-        image: image.path().into(),
+        archive: archive.clone(),
+        earlier: archive.clone(),
         own: own.to_vec(),
-        others: Vec::new(),
+        pod: bundle.path().into(),
     };
-    let me = i32::try_from(std::process::id()).unwrap();
+    fs::set_permissions(image.path(), Permissions::from_mode(0o700)).unwrap();
+    lchown(image.path(), Some(1000), Some(1000)).unwrap();
+    // The cgroup of a pod, with one container.
+    fs::create_dir(bundle.path().join("container")).unwrap();
+    let mut child = opens(&source.path().join("other"));
+    let own = i32::try_from(child.id()).unwrap();
     // As often as a client uses its directory.
     for _ in 0..2 {
-        in_thread(|| super::keep(&*json(&keep(&[me]))).unwrap());
+        in_thread(|| super::keep(&*json(&keep(&[own]))).unwrap());
     }
     let names = fs::read_dir(image.path())
         .unwrap()
@@ -338,34 +428,70 @@ fn a_copy_that_fails_leaves_nothing_but_what_somebody_has_open() {
     fs::write(copy.path().join("taken"), "of another").unwrap();
     let request = FillShm {
         dir: copy.path().into(),
-        archive: image.path().join("dev-shm.img"),
+        archive: archive.clone(),
         record: bundle.path().join("record"),
-        pids: vec![me],
+        pod: bundle.path().into(),
     };
     in_thread(|| super::fill(&*json(&request)).unwrap());
     assert_eq!(
         fs::read_to_string(copy.path().join("dir/inside")).unwrap(),
         "text"
     );
-    let open = File::open(copy.path().join("other")).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let mut child = opens(&copy.path().join("other"));
+    fs::write(
+        bundle.path().join("container/cgroup.procs"),
+        format!("{}\n", child.id()),
+    )
+    .unwrap();
     fs::write(copy.path().join("dir/of somebody"), "").unwrap();
     in_thread(|| super::empty(&*json(&request)).unwrap());
     let left = |at: &str| fs::read_dir(copy.path().join(at)).unwrap().count();
     assert_eq!((left("."), left("dir")), (3, 1));
-    assert!(open.metadata().unwrap().nlink() == 1);
+    assert!(copy.path().join("other").exists(), "somebody has it open");
+    child.kill().unwrap();
+    child.wait().unwrap();
     // Without a record there is nothing to remove.
     in_thread(|| super::empty(&*json(&request)).unwrap());
-    // Nothing to keep, where an earlier checkpoint had something.
-    fs::remove_dir_all(source.path().join("dir")).unwrap();
-    fs::remove_file(source.path().join("other")).unwrap();
-    fs::remove_file(source.path().join("taken")).unwrap();
-    in_thread(|| super::keep(&*json(&keep(&[]))).unwrap());
-    let kept = File::open(image.path().join("dev-shm.img")).unwrap();
-    assert!(Reader::begin(kept).unwrap().entry().unwrap().is_none());
+}
+
+/// Also where an earlier checkpoint in the same directory had something.
+#[test]
+fn with_nothing_to_keep_there_is_no_archive_or_an_empty_one() {
+    let (source, image) = (dir(), dir());
+    let archive = image.path().join("dev-shm.img");
+    let request = KeepShm {
+        dir: source.path().into(),
+        archive: archive.clone(),
+        earlier: archive.clone(),
+        own: Vec::new(),
+        pod: "/nowhere".into(),
+    };
+    let keep = || in_thread(|| super::keep(&*json(&request)).unwrap());
+    keep();
+    assert_eq!(fs::read_dir(image.path()).unwrap().count(), 0);
+    fs::write(source.path().join("file"), "text").unwrap();
+    let first = || {
+        let archive = File::open(&archive).unwrap();
+        Reader::begin(archive).unwrap().entry().unwrap()
+    };
+    keep();
+    assert!(first().is_some());
+    fs::remove_file(source.path().join("file")).unwrap();
+    keep();
+    assert!(first().is_none());
 }
 
 fn json(request: &impl serde::Serialize) -> Vec<u8> {
     serde_json::to_vec(request).unwrap()
+}
+
+/// A process that has this file open.
+fn opens(file: &Path) -> std::process::Child {
+    let opened = File::open(file).unwrap();
+    let mut sleep = std::process::Command::new("sleep");
+    sleep.arg("1000").stdin(opened).spawn().unwrap()
 }
 
 /// Rights are those of a thread.

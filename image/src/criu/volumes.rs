@@ -4,12 +4,13 @@
 //! Only what CRIU would refuse is a fault. It has no size of a file that a process appends to.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use firn_host::open_below;
+use firn_host::{is_criu_link, open_below};
 use firn_oci::{Spec, SpecMount};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, ResolveFlag, open};
@@ -55,6 +56,23 @@ pub fn expect_volumes(spec: &Spec, image: &Path, bundle: &Path) -> Result<(), Im
     Ok(())
 }
 
+/// Names in /dev/shm of links that CRIU has made of files with a deleted name, by which the image refers to
+/// them: in bytes, below that directory.
+pub fn names_of_links(image: &Path) -> Result<HashSet<Vec<u8>>, ImageFault> {
+    let name = |file: &Message<'_>| -> Result<Option<PathBuf>, WireError> {
+        let regular = file.message(3)?;
+        let name = regular.map(|regular| regular.bytes(6)).transpose()?.flatten();
+        Ok(name.map(|name| PathBuf::from(OsStr::from_bytes(name))))
+    };
+    let names = Image::open(image)?.read(NAME, MAGIC, name)?.unwrap_or_default();
+    let names = names
+        .iter()
+        .flatten()
+        .filter_map(|name| name.strip_prefix("/dev/shm").ok());
+    let links = names.filter(|name| name.file_name().is_some_and(is_criu_link));
+    Ok(links.map(|name| name.as_os_str().as_bytes().to_vec()).collect())
+}
+
 fn read(file: &Message<'_>) -> Result<Option<OpenFile>, WireError> {
     let Some(regular) = file.message(3)? else {
         return Ok(None);
@@ -65,7 +83,7 @@ fn read(file: &Message<'_>) -> Result<Option<OpenFile>, WireError> {
     };
     Ok(Some(OpenFile {
         id: regular.required(1)?,
-        name: PathBuf::from(std::ffi::OsStr::from_bytes(name)),
+        name: PathBuf::from(OsStr::from_bytes(name)),
         size,
     }))
 }

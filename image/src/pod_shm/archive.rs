@@ -10,7 +10,7 @@
 //! Numbers are little-endian. An archive names files in bytes, whatever their encoding, and has exactly as
 //! many bytes as it states, also of a file that is written meanwhile.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 
 use serde::{Deserialize, Serialize};
 
@@ -163,6 +163,31 @@ impl<R: Read> Reader<R> {
             return Err(ArchiveFault::Damaged("its end is missing"));
         }
         Ok(Some(offset))
+    }
+
+    /// Reads content that nobody wants.
+    pub fn skip_content(&mut self, size: u64) -> Result<(), ArchiveFault> {
+        let (mut piece, mut end) = (Vec::new(), 0);
+        while let Some(offset) = self.content(end, size, &mut piece)? {
+            end = offset + piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Where it is, for [`Reader::seek`].
+    pub fn position(&mut self) -> Result<u64, ArchiveFault>
+    where
+        R: Seek,
+    {
+        Ok(self.from.stream_position()?)
+    }
+
+    pub fn seek(&mut self, position: u64) -> Result<(), ArchiveFault>
+    where
+        R: Seek,
+    {
+        self.from.seek(SeekFrom::Start(position))?;
+        Ok(())
     }
 
     fn number(&mut self) -> Result<u64, ArchiveFault> {

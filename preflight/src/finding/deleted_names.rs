@@ -12,8 +12,20 @@ use firn_host::{DeletedName, procfs};
 
 use crate::Refusal;
 
-/// File systems on which CRIU takes such a file for one that needs a link.
-const LINKED: [&str; 6] = ["btrfs", "ext4", "overlay", "tmpfs", "xfs", "zfs"];
+/// File systems of the kernel's own objects, on which CRIU makes no link.
+const OBJECTS: [&str; 11] = [
+    "bpf",
+    "cgroup",
+    "cgroup2",
+    "configfs",
+    "debugfs",
+    "devpts",
+    "mqueue",
+    "proc",
+    "securityfs",
+    "sysfs",
+    "tracefs",
+];
 
 /// Whether CRIU has to make links: there are files with a deleted name and another one, and all are in the
 /// tmpfs mounts `tmpfs`. `init` is the first process of the container; `users_links`: CRIU makes links
@@ -65,7 +77,7 @@ pub(super) fn inspect(
 /// asynchronous I/O; or of a process that has ended, below /proc.
 fn is_in_image(file: &DeletedName, mounts: &[MountEntry], tmpfs: &[PathBuf]) -> Option<bool> {
     let mount = mounts.iter().find(|mount| mount.id == file.mount)?;
-    if !LINKED.contains(&mount.fs_type.as_str()) {
+    if OBJECTS.contains(&mount.fs_type.as_str()) {
         return None;
     }
     let is_tmpfs = mount.fs_type == "tmpfs" && mount.root == Path::new("/");

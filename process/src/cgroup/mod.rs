@@ -217,13 +217,12 @@ impl Cgroup {
         Ok(pids.into_iter().collect())
     }
 
-    /// All processes of the pod: in the directory that the cgroup is in, and below.
-    pub fn pids_of_pod(&self) -> Result<Vec<i32>, CgroupError> {
-        let mut pids = BTreeSet::new();
-        if let Some(above) = self.primary_dir().parent() {
-            collect_pids(above, &mut pids)?;
-        }
-        Ok(pids.into_iter().collect())
+    /// The directory that the cgroup is in: that of its pod, with those of the pod's other containers.
+    pub fn dir_of_pod(&self) -> PathBuf {
+        self.primary_dir()
+            .parent()
+            .map(Path::to_owned)
+            .unwrap_or_default()
     }
 
     /// Whether a process is in the cgroup, or below.

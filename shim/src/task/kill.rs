@@ -20,6 +20,9 @@ use firn_transaction::runc::RuncError;
 /// How long CRIU may take to end before the tasks are killed all the same.
 const CRIU: Duration = Duration::from_secs(5);
 
+/// How long a dump may take that has ended its container: runc ends, and the image is written to its disk.
+const DUMP: Duration = Duration::from_secs(60);
+
 /// How long killed processes may take to be gone.
 const KILLED: Duration = Duration::from_secs(30);
 
@@ -91,7 +94,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
     }
 }
 
-/// Waits a moment for a dump of the runtime that has ended init, as its client wanted: cut off now, it would
+/// Waits for a dump of the runtime that has ended init, as its client wanted: cut off now, it would
 /// have no image, and its container is gone. Kubernetes kills what has ended.
 async fn dumped(container: &Container) {
     let pid = container.init.pid();
@@ -100,7 +103,7 @@ async fn dumped(container: &Container) {
     while !container.traits.by_firn()
         && container.transaction.is_taken()
         && has_ended()
-        && begun.elapsed() < CRIU
+        && begun.elapsed() < DUMP
     {
         sleep(LOOK).await;
     }

@@ -333,7 +333,8 @@ impl ContainerEffects<'_> {
 
     /// Whether CRIU makes links in the pod's /dev/shm, which are kept before it removes them.
     fn keeps_shm_in_dump(&self) -> bool {
-        self.progress.link_remap && self.source().has_pod_shm
+        let source = self.source();
+        source.has_pod_shm && (self.progress.link_remap || source.assertions.link_remap)
     }
 
     /// firn-hook, if CRIU has to call it.

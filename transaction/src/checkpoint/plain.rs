@@ -185,7 +185,7 @@ impl PlainDump<'_> {
             freeze_outside_vfork(container, cancel).await;
         }
         // Order matters: after the dump it may run again.
-        self.keep_shm(&work, cancel).await?;
+        let keeps_shm = self.keep_shm(&work, cancel).await?;
         let inside = image.inside();
         let dumped = self.call_runtime(&inside, &work, cancel).await;
         journal::point("dump-left").await;
@@ -203,6 +203,9 @@ impl PlainDump<'_> {
         });
         let gone = checked.await.err();
         let complete = dumped.is_ok() && gone.is_none();
+        if keeps_shm {
+            pod_shm::end_early(image, complete).await;
+        }
         transaction.journal.leave(Phase::CriuDump, complete).await;
         if complete {
             seal(image).await;
@@ -232,17 +235,19 @@ impl PlainDump<'_> {
         result
     }
 
-    /// Keeps the files of the pod's /dev/shm. After an error the container is as it was found.
-    async fn keep_shm(&self, work: &WorkDir, cancel: &CancellationToken) -> Result<(), CheckpointError> {
+    /// Keeps the files of the pod's /dev/shm, if there are any. After an error the container is as it was
+    /// found.
+    async fn keep_shm(&self, work: &WorkDir, cancel: &CancellationToken) -> Result<bool, CheckpointError> {
         let (transaction, image) = (&self.transaction, &self.request.image);
         let container = transaction.container;
-        let kept = cancel.unless_stopped(pod_shm::keep(container, image, transaction.reaper));
+        let kept = cancel.unless_stopped(pod_shm::keep(container, image, true, transaction.reaper));
         let cause = match kept.await {
-            Some(Ok(())) => return Ok(()),
+            Some(Ok(kept)) => return Ok(kept),
             Some(Err(error)) => error.into(),
             None => EffectError::stopped(cancel),
         };
         self.set_freezer_after(false, cancel).await;
+        pod_shm::end_early(image, false).await;
         transaction.journal.leave(Phase::CriuDump, false).await;
         let left = Leftovers::of(Some(image.clone()), work.clone());
         left.tidy(container, false, false, cancel).await;

@@ -217,15 +217,19 @@ async fn fill_shm(
     cancel: &CancellationToken,
     shm: &mut Option<PodShm>,
 ) -> Result<(), RestoreError> {
-    let filled = async {
-        *shm = PodShm::of(container, &prepared.image)?;
-        let Some(shm) = shm else {
-            return Ok(());
-        };
-        let filled = cancel.unless_cancelled(shm.fill(reaper));
-        Ok(filled.await.ok_or(Cause::Killed)??)
+    let cause = |cause| failed(prepared, cause);
+    *shm = PodShm::of(container, &prepared.image)
+        .await
+        .map_err(|error| cause(error.into()))?;
+    let Some(shm) = shm else {
+        return Ok(());
     };
-    filled.await.map_err(|cause: Cause| failed(prepared, cause))
+    check_again(prepared, cancel).await?;
+    let filled = cancel.unless_cancelled(shm.fill(reaper)).await;
+    let filled = filled
+        .ok_or(Cause::Killed)
+        .and_then(|filled| filled.map_err(Cause::from));
+    filled.map_err(cause)
 }
 
 /// Begins the transaction, unless the container is being killed.

@@ -110,7 +110,7 @@ impl Dump for ContainerEffects<'_> {
         self.progress.is_dumped = true;
         if !self.keeps_shm_in_dump() {
             let (transaction, image) = (self.transaction, &self.request.image);
-            let kept = pod_shm::keep(transaction.container, image, transaction.reaper);
+            let kept = pod_shm::keep(transaction.container, image, false, transaction.reaper);
             let kept = transaction.cancel().unless_stopped(kept).await;
             kept.ok_or_else(|| EffectError::stopped(transaction.cancel()))??;
         }
