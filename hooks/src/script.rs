@@ -7,9 +7,9 @@ use std::path::Path;
 
 use crate::cap::limit_process;
 use crate::{late, shm};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use firn_config::names;
-use firn_host::{Problem, ProblemReport};
+use firn_host::{Problem, ProblemReport, UnlessAbsent};
 use firn_image::criu::{self, ImageFault};
 use firn_oci::Spec;
 use firn_oci::criu_script;
@@ -40,13 +40,12 @@ pub fn run(action: &str) -> Result<()> {
     Ok(())
 }
 
-/// Keeps the files of the pod's /dev/shm that the shim has asked for.
+/// Keeps the files of the pod's /dev/shm, if the shim has asked for it.
 fn keep_shm(bundle: &Path) -> Result<()> {
-    let asked = File::open(bundle.join(names::BUNDLE_KEEP_SHM)).context("the shim has asked for nothing");
-    let kept = asked.and_then(|request| {
-        limit_process()?;
-        shm::keep(request)
-    });
+    let Some(request) = File::open(bundle.join(names::BUNDLE_KEEP_SHM)).if_present()? else {
+        return Ok(());
+    };
+    let kept = limit_process().and_then(|()| shm::keep(request));
     kept.map_err(|error| {
         let problem = ProblemReport {
             code: "FIRN-POD-SHM".into(),
@@ -80,4 +79,17 @@ fn restrict(bundle: &Path, init: i32) -> Result<(), ImageFault> {
             .map_err(|source| fault(format!("the mount {}", point.display()), &source))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As where CRIU makes links elsewhere and the pod's /dev/shm is empty.
+    #[test]
+    fn a_dump_for_which_nothing_was_asked_is_left_alone() {
+        let bundle = tempfile::tempdir().unwrap();
+        keep_shm(bundle.path()).unwrap();
+        assert_eq!(std::fs::read_dir(bundle.path()).unwrap().count(), 0);
+    }
 }

@@ -99,11 +99,16 @@ pub async fn end_early(image: &ImageDir, is_complete: bool) {
 /// Has firn-hook keep them when CRIU calls it at the end of its dump: with the links of files that have a
 /// deleted name, which CRIU removes after that.
 pub fn keep_in_dump(container: &Container, image: &ImageDir) -> Result<(), PodShmError> {
-    let written = request(container, image, names::SHM_ARCHIVE)?.map(|request| {
-        let request = serde_json::to_vec(&request)?;
-        atomic_file::write(&container.bundle, names::BUNDLE_KEEP_SHM, &request, 0o600)
-    });
-    written.unwrap_or(Ok(())).map_err(|error| PodShmError::Keep {
+    let written = match request(container, image, names::SHM_ARCHIVE)? {
+        Some(request) => serde_json::to_vec(&request)
+            .map_err(Into::into)
+            .and_then(|request| {
+                atomic_file::write(&container.bundle, names::BUNDLE_KEEP_SHM, &request, 0o600)
+            }),
+        // That of an earlier dump is not this one's.
+        None => std::fs::remove_file(container.bundle.join(names::BUNDLE_KEEP_SHM)).unless_absent(),
+    };
+    written.map_err(|error| PodShmError::Keep {
         why: format!("cannot write into the bundle: {error}"),
     })
 }

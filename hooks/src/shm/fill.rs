@@ -279,16 +279,15 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         if FileId::of(&file.metadata()?) != put.file {
             return Ok(());
         }
-        self.note(entry, fstat(&file)?.st_ino)?;
-        if is_new(link_to(&file, &place.above, place.name))? {
-            return Ok(());
-        }
         let Some(there) = place.handle()? else {
+            self.note(entry, fstat(&file)?.st_ino)?;
+            let _others = is_new(link_to(&file, &place.above, place.name))?;
             return Ok(());
         };
         let (theirs, is_file) = (FileId::of(&there.metadata()?), there.metadata()?.is_file());
         if put.is_ours && entry.held && is_file && theirs != put.file && !(self.is_held)(theirs) {
             unlinkat(&place.above, place.name, UnlinkatFlags::NoRemoveDir)?;
+            self.note(entry, fstat(&file)?.st_ino)?;
             let _others = is_new(link_to(&file, &place.above, place.name))?;
         }
         Ok(())
