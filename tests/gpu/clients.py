@@ -431,8 +431,17 @@ class Cri:
         self._pods.remove(pod)
 
 
+# Files of the pod's /dev/shm: one by its name, and one by a deleted name while it has another, as glibc opens a named
+# semaphore.
+SHARED = (
+    "cd /dev/shm && echo open >open && exec 7<>open && echo named >temporary && exec 6<>temporary && "
+    'ln temporary named && rm temporary && cd / && exec "$@"'
+)
+
+
 def cri(setup, end, record, gib):
-    """CheckpointContainer into the kubelet's archive; a pod whose annotation names it continues from there."""
+    """CheckpointContainer into the kubelet's archive; a pod whose annotation names it continues from there, with the
+    files that it has open in the pod's /dev/shm."""
     source_gpus, target_gpus = setup.pick(1)
     written = Written(setup.host, f"cri-{gib:g}", hosts.CRI_NAMESPACE).open()
     archive = f"{setup.host.memory}/cri.tar"
@@ -441,7 +450,8 @@ def cri(setup, end, record, gib):
     with Cri(setup, end) as calls:
         try:
             pod = calls.pod("source", {})
-            written.id, _ = calls.start(pod, written, source_gpus[0], command(gib))
+            shared = ["/bin/sh", "-c", SHARED, "sh", *command(gib)]
+            written.id, _ = calls.start(pod, written, source_gpus[0], shared)
             before = cases.wait_for_counts(written, end, 1, {}, 3)
             request = {"containerId": written.id, "location": archive, "timeout": "120"}
             _, record["checkpoint_s"] = cases.timed(calls.call, "CheckpointContainer", request)
