@@ -65,7 +65,36 @@ fn keep(cri: Cri<'_>, special: &Value) -> Result<()> {
     let container = pod.start_with("c", special)?;
     has_made(&container, "/made")?;
     has_made(&other, "/dev/shm/theirs")?;
+    costs_nothing(&other, &container)?;
     keep_of(&pod, &container, "files")
+}
+
+/// Files that cannot be kept, here because of another container, cost a checkpoint and nothing else.
+fn costs_nothing(other: &Ctr<'_>, container: &Ctr<'_>) -> Result<()> {
+    const IMAGE: &str = "/tmp/refused";
+    let host = container.cri.host;
+    other.exec("mkdir -p /dev/shm/$(yes d | head -n 70 | tr '\\n' /)")?;
+    let checkpoint = [
+        "ctr",
+        "-n",
+        "k8s.io",
+        "tasks",
+        "checkpoint",
+        "--image-path",
+        IMAGE,
+        &container.id,
+    ];
+    let output = host.output_of(&checkpoint, "")?.failed()?;
+    ensure!(
+        output.contains("FIRN-POD-SHM") && output.contains("in each other"),
+        "{output}"
+    );
+    ensure!(container.exec("echo runs")?.contains("runs"), "it stands still");
+    let image = host.node().path(IMAGE);
+    let left = std::fs::read_dir(&image).map_or(0, Iterator::count);
+    ensure!(left == 0, "{left} files are left");
+    let _absent = std::fs::remove_dir(image);
+    other.exec("rm -r /dev/shm/d").map(drop)
 }
 
 /// A pod whose container `c` is a copy.
