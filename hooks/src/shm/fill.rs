@@ -74,7 +74,7 @@ pub fn empty(request: impl Read) -> Result<()> {
     }
     for MadeFile { name, inode } in made.iter().rev() {
         // What was moved or removed meanwhile is nobody's any more.
-        let Ok(place) = Place::of(&dir, name) else {
+        let Ok(place) = Slot::of(&dir, name) else {
             continue;
         };
         let Ok(found) = fstatat(&place.above, place.name, AtFlags::AT_SYMLINK_NOFOLLOW) else {
@@ -88,12 +88,12 @@ pub fn empty(request: impl Read) -> Result<()> {
 }
 
 /// A directory and a name in it.
-struct Place<'n> {
+struct Slot<'n> {
     above: OwnedFd,
     name: &'n OsStr,
 }
 
-impl<'n> Place<'n> {
+impl<'n> Slot<'n> {
     /// `name` has no `..`.
     fn of(dir: &File, name: &'n [u8]) -> nix::Result<Self> {
         let path = Path::new(OsStr::from_bytes(name));
@@ -166,7 +166,7 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         let name = Path::new(OsStr::from_bytes(&entry.name));
         ensure!(is_below(name), "a path of the archive leads out of it");
         let is_wanted = !name.file_name().is_some_and(is_criu_link) || self.links.contains(&entry.name);
-        let place = Place::of(&dir, &entry.name);
+        let place = Slot::of(&dir, &entry.name);
         let place = match (is_wanted, place) {
             (true, Ok(place)) => place,
             // Others have something else in the place of its directory.
@@ -229,7 +229,7 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
     }
 
     /// Records what was made.
-    fn own_made(&mut self, entry: &Entry, place: &Place<'_>) -> Result<FileId> {
+    fn own_made(&mut self, entry: &Entry, place: &Slot<'_>) -> Result<FileId> {
         let found = fstatat(&place.above, place.name, AtFlags::AT_SYMLINK_NOFOLLOW)?;
         self.note(entry, found.st_ino)?;
         Ok(FileId::new(found.st_dev, found.st_ino))
@@ -239,7 +239,7 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         &mut self,
         entry: &Entry,
         size: u64,
-        place: &Place<'_>,
+        place: &Slot<'_>,
         archive: &mut Reader<impl Read + Seek>,
     ) -> Result<Put> {
         let content = archive.position()?;
@@ -271,9 +271,9 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
     }
 
     /// Another name of a file of the archive, whatever became of that.
-    fn link(&mut self, entry: &Entry, place: &Place<'_>, first: &[u8], put: Put) -> Result<()> {
+    fn link(&mut self, entry: &Entry, place: &Slot<'_>, first: &[u8], put: Put) -> Result<()> {
         let dir = self.dir.try_clone()?;
-        let Some(file) = Place::of(&dir, first)?.handle()? else {
+        let Some(file) = Slot::of(&dir, first)?.handle()? else {
             return Ok(());
         };
         if FileId::of(&file.metadata()?) != put.file {
@@ -295,7 +295,7 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
 }
 
 /// A file with its content and without a name.
-fn make_file(entry: &Entry, size: u64, place: &Place<'_>, archive: &mut Reader<impl Read>) -> Result<File> {
+fn make_file(entry: &Entry, size: u64, place: &Slot<'_>, archive: &mut Reader<impl Read>) -> Result<File> {
     let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
     let file = File::from(openat(&place.above, ".", flags, Mode::S_IRUSR)?);
     file.set_len(size)?;
@@ -311,7 +311,7 @@ fn make_file(entry: &Entry, size: u64, place: &Place<'_>, archive: &mut Reader<i
 }
 
 /// Gives what has this name its owner.
-fn own(entry: &Entry, place: &Place<'_>) -> Result<()> {
+fn own(entry: &Entry, place: &Slot<'_>) -> Result<()> {
     let owner = (Some(entry.uid.into()), Some(entry.gid.into()));
     Ok(fchownat(
         &place.above,
@@ -328,7 +328,7 @@ fn link_to(file: &File, above: &OwnedFd, name: &OsStr) -> nix::Result<()> {
     linkat(AT_FDCWD, &*opened, above, name, AtFlags::AT_SYMLINK_FOLLOW)
 }
 
-fn handle_of_dir(place: &Place<'_>) -> Result<File> {
+fn handle_of_dir(place: &Slot<'_>) -> Result<File> {
     let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     Ok(File::from(openat(
         &place.above,

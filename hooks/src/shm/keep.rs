@@ -62,7 +62,7 @@ pub fn keep(request: impl Read) -> Result<()> {
 }
 
 /// What is below the directory.
-pub struct Found {
+pub struct ShmFile {
     pub path: PathBuf,
     id: FileId,
     is_dir: bool,
@@ -70,10 +70,10 @@ pub struct Found {
 
 /// Everything but what is only of others: files and pipes that they alone have open, and directories with
 /// nothing else. Names of CRIU's come last: all names of a file have the fate of the first.
-pub fn kept(dir: &File, own: &Held, others: &Held) -> Result<Vec<Found>> {
+pub fn kept(dir: &File, own: &Held, others: &Held) -> Result<Vec<ShmFile>> {
     let mut found = Vec::new();
     list(dir, Path::new(""), &mut found)?;
-    let is_others = |file: &Found| !own.contains_key(&file.id) && others.contains_key(&file.id);
+    let is_others = |file: &ShmFile| !own.contains_key(&file.id) && others.contains_key(&file.id);
     let (mut used, mut theirs) = (HashSet::new(), HashSet::new());
     for file in &found {
         let of = if is_others(file) { &mut theirs } else { &mut used };
@@ -90,7 +90,7 @@ pub fn kept(dir: &File, own: &Held, others: &Held) -> Result<Vec<Found>> {
 }
 
 /// Adds everything below `at`, each after the directory that it is in. Others may change it meanwhile.
-fn list(dir: &File, at: &Path, found: &mut Vec<Found>) -> Result<()> {
+fn list(dir: &File, at: &Path, found: &mut Vec<ShmFile>) -> Result<()> {
     ensure!(
         at.components().count() <= DEEPEST,
         "more than {DEEPEST} directories are in each other"
@@ -105,7 +105,7 @@ fn list(dir: &File, at: &Path, found: &mut Vec<Found>) -> Result<()> {
         };
         let metadata = file.metadata()?;
         ensure!(found.len() < MOST, "there are more than {MOST} files");
-        found.push(Found {
+        found.push(ShmFile {
             path: path.clone(),
             id: FileId::of(&metadata),
             is_dir: metadata.is_dir(),
@@ -118,10 +118,10 @@ fn list(dir: &File, at: &Path, found: &mut Vec<Found>) -> Result<()> {
 }
 
 /// Writes the archive. It has every file that the container has open by a name that is there.
-pub fn write(dir: &File, found: &[Found], own: &Held, into: impl Write) -> Result<()> {
+pub fn write(dir: &File, found: &[ShmFile], own: &Held, into: impl Write) -> Result<()> {
     let mut archive = Writer::begin(into)?;
     let (mut names, mut directories) = (HashMap::new(), HashSet::new());
-    for Found { path, .. } in found {
+    for ShmFile { path, .. } in found {
         let Some(file) = handle(dir, path)? else {
             continue;
         };

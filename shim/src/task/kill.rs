@@ -47,7 +47,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
             return Ok(Empty::default());
         }
         if request.signal == SIGKILL {
-            dumped(&container).await;
+            wait_for_dump(&container).await;
         }
         let (cancel, hooks) = match request.signal {
             SIGKILL => (container.transaction.cancel(), container.hooks.cancel().is_some()),
@@ -96,7 +96,7 @@ pub(super) async fn kill(service: &Arc<Service>, request: KillRequest) -> Result
 
 /// Waits for a dump of the runtime that has ended init, as its client wanted: cut off now, it would
 /// have no image, and its container is gone. Kubernetes kills what has ended.
-async fn dumped(container: &Container) {
+async fn wait_for_dump(container: &Container) {
     let pid = container.init.pid();
     let has_ended = || container.init.exit().is_some() || pid != 0 && !procfs::is_alive(pid);
     let begun = Instant::now();

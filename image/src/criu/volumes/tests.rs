@@ -49,7 +49,7 @@ impl Case {
     }
 }
 
-fn checked(name: &str, size: u64) -> Result<(), ImageFault> {
+fn check_file(name: &str, size: u64) -> Result<(), ImageFault> {
     Case::new(&[(name, Some(size))]).check()
 }
 
@@ -67,7 +67,7 @@ fn files_that_are_as_they_were_pass() {
         // Made before CRIU opens it.
         ("/dev/shm/file", 7),
     ] {
-        assert_eq!(checked(name, size), Ok(()), "{name}");
+        assert_eq!(check_file(name, size), Ok(()), "{name}");
     }
     // Files that are only appended to have no size.
     assert_eq!(
@@ -83,7 +83,7 @@ fn files_of_another_size_and_files_that_are_gone_are_refused() {
         ("/data/file", 1 << 40, 4),
         ("/etc/hosts", 0, 6),
     ] {
-        match checked(name, size) {
+        match check_file(name, size) {
             Err(ImageFault::Size {
                 path, then, now: is, ..
             }) => {
@@ -93,7 +93,10 @@ fn files_of_another_size_and_files_that_are_gone_are_refused() {
         }
     }
     for name in ["/data/gone", "/data/gone/file"] {
-        assert!(matches!(checked(name, 4), Err(ImageFault::Gone { .. })), "{name}");
+        assert!(
+            matches!(check_file(name, 4), Err(ImageFault::Gone { .. })),
+            "{name}"
+        );
     }
 }
 

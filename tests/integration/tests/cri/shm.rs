@@ -50,7 +50,7 @@ fn files(cri: Cri<'_>) -> Result<String> {
             let copy = pod.start_with("c", special)?;
             shows(&copy, &expected("changed", "open"))?;
             pod.remove(&[&copy])?;
-            used(cri, special, &expected("own", "used"))?;
+            find_in_use(cri, special, &expected("own", "used"))?;
             seen.push(format!("{what}: moved, no room: {}", without_room(cri, special)?));
         }
         Ok(seen.join("; "))
@@ -124,7 +124,7 @@ fn end(copy: &Ctr<'_>) -> Result<()> {
 }
 
 /// Another container of the copy's pod has files of the same names.
-fn used(cri: Cri<'_>, special: &Value, expected: &str) -> Result<()> {
+fn find_in_use(cri: Cri<'_>, special: &Value, expected: &str) -> Result<()> {
     let pod = pod(cri, "used")?;
     let make = "cd /dev/shm; echo own >closed; echo used >open; exec 8<open; >/made; exec sleep 1000";
     let other = pod.start("other", make)?;
