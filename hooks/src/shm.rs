@@ -25,7 +25,9 @@ use nix::fcntl::{OFlag, ResolveFlag, open};
 use nix::sys::stat::Mode;
 use serde::de::DeserializeOwned;
 
+#[cfg_attr(fuzzing, expect(unused_imports, reason = "no target calls them"))]
 pub use fill::{empty, fill};
+#[cfg_attr(fuzzing, expect(unused_imports, reason = "no target calls it"))]
 pub use keep::keep;
 
 /// Longest request that is read.
