@@ -131,6 +131,11 @@ impl SpecMount {
         RESTRICTIONS.iter().filter(is_set).map(|(.., flag)| flag).sum()
     }
 
+    /// The destination as the kernel lists it: without doubled slashes and without one at the end.
+    pub fn point(&self) -> PathBuf {
+        self.destination.components().collect()
+    }
+
     /// Whether the mount shows a file or directory of the host.
     pub fn is_bind(&self) -> bool {
         self.kind == "bind" || self.options.iter().any(|o| o == "bind" || o == "rbind")
@@ -236,7 +241,7 @@ impl Spec {
     pub fn kept_tmpfs(&self) -> Result<Vec<PathBuf>, SpecError> {
         let mounts = self.mounts()?;
         // A later mount covers an earlier one.
-        let by_destination = map_of(mounts.iter().map(|mount| (clean(&mount.destination), mount)));
+        let by_destination = map_of(mounts.iter().map(|mount| (mount.point(), mount)));
         let own = |mount: &SpecMount| mount.kind == "tmpfs" && !mount.is_bind();
         let own = by_destination.into_iter().filter(|(_, mount)| own(mount));
         let of_pod = self.pod_shm()?.map(|_| PathBuf::from(SHM));
@@ -248,7 +253,7 @@ impl Spec {
     pub fn pod_shm(&self) -> Result<Option<PathBuf>, SpecError> {
         let mounts = self.mounts()?;
         // A later mount covers an earlier one.
-        let is_shm = |mount: &SpecMount| clean(&mount.destination) == Path::new(SHM);
+        let is_shm = |mount: &SpecMount| mount.point() == Path::new(SHM);
         let last = mounts.into_iter().rev().find(is_shm);
         let may_write = |mount: &SpecMount| mount.is_bind() && !mount.options.iter().any(|o| o == "ro");
         let source = last.filter(may_write).map(|mount| mount.source);
@@ -403,8 +408,3 @@ impl From<Value> for Spec {
 
 #[cfg(test)]
 mod tests;
-
-/// The path without doubled slashes and without one at the end.
-fn clean(path: &Path) -> PathBuf {
-    path.components().collect()
-}

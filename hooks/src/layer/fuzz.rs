@@ -1,6 +1,6 @@
 //! What must hold for an archive of written files, whatever its bytes are.
 
-use std::fs;
+use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, chroot};
 use std::path::Path;
 
@@ -31,23 +31,24 @@ pub fn layer(bytes: &[u8]) {
     let made = fs::read_dir(dir.path()).expect("it is there").count();
     assert_eq!(made, 2, "something was made outside");
     assert_eq!(fs::read_to_string(&kept).expect("it is there"), "kept");
-    let taken = taken(&root);
+    let taken = taken(&root, |_| {});
     assert!(taken <= CAP, "{taken} bytes");
     // Modes and names are the archive's.
     drop(fs::remove_dir_all(&root));
 }
 
-/// Bytes that files take on the disk.
-fn taken(dir: &Path) -> u64 {
+/// Bytes that files take. None is a device, and each passes the check.
+pub fn taken(dir: &Path, check: fn(&Metadata)) -> u64 {
     let entries = fs::read_dir(dir).expect("root reads it");
     entries.fold(0, |taken, entry| {
         let entry = entry.expect("root reads it");
         let found = entry.metadata().expect("it is there");
         let kind = found.file_type();
         assert!(!kind.is_block_device() && !kind.is_char_device(), "a device");
+        check(&found);
         taken
             + if kind.is_dir() {
-                self::taken(&entry.path())
+                self::taken(&entry.path(), check)
             } else {
                 found.blocks() * 512
             }

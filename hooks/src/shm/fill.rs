@@ -60,9 +60,8 @@ pub fn fill(request: impl Read) -> Result<()> {
 /// Removes what was made, but what a process has open by now.
 pub fn empty(request: impl Read) -> Result<()> {
     let request: FillShm = read(request)?;
-    let record = match File::open(&request.record) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        record => record?,
+    let Some(record) = File::open(&request.record).if_present()? else {
+        return Ok(());
     };
     let dir = open_dir(&request.dir)?;
     rights::keep_filling()?;
@@ -245,7 +244,8 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
         let content = archive.position()?;
         for _ in 0..TRIES {
             if let Some(there) = place.handle()? {
-                let (metadata, id) = (there.metadata()?, FileId::of(&there.metadata()?));
+                let metadata = there.metadata()?;
+                let id = FileId::of(&metadata);
                 let is_ours = metadata.is_file() && is_same(entry, size, &there, archive)?;
                 let is_leftover = || metadata.is_file() && entry.held && !(self.is_held)(id);
                 archive.seek(content)?;
@@ -284,8 +284,9 @@ impl<H: Fn(FileId) -> bool> Filler<H> {
             let _others = is_new(link_to(&file, &place.above, place.name))?;
             return Ok(());
         };
-        let (theirs, is_file) = (FileId::of(&there.metadata()?), there.metadata()?.is_file());
-        if put.is_ours && entry.held && is_file && theirs != put.file && !(self.is_held)(theirs) {
+        let metadata = there.metadata()?;
+        let theirs = FileId::of(&metadata);
+        if put.is_ours && entry.held && metadata.is_file() && theirs != put.file && !(self.is_held)(theirs) {
             unlinkat(&place.above, place.name, UnlinkatFlags::NoRemoveDir)?;
             self.note(entry, fstat(&file)?.st_ino)?;
             let _others = is_new(link_to(&file, &place.above, place.name))?;

@@ -2,11 +2,11 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
 
 use super::fill::Filler;
 use super::open_dir;
+use crate::layer::fuzz::taken;
 
 /// Bytes that a file takes in addition to its own: the last page of each piece, and of the file.
 const PAGES: u64 = 64 << 10;
@@ -24,28 +24,12 @@ pub fn pod_shm(bytes: &[u8]) {
     let made = fs::read_dir(dir.path()).expect("it is there").count();
     assert_eq!(made, 2, "something was made outside");
     assert_eq!(fs::read_to_string(&kept).expect("it is there"), "kept");
-    let taken = taken(&root);
+    let taken = taken(&root, |found| {
+        assert!(!found.is_file() || found.mode() & 0o6000 == 0, "set-user-ID");
+    });
     assert!(taken <= bytes.len() as u64 * PAGES, "{taken} bytes");
     // Modes and names are the archive's.
     drop(fs::remove_dir_all(&root));
-}
-
-/// Bytes that files take.
-fn taken(dir: &Path) -> u64 {
-    let entries = fs::read_dir(dir).expect("root reads it");
-    entries.fold(0, |taken, entry| {
-        let entry = entry.expect("root reads it");
-        let found = entry.metadata().expect("it is there");
-        let kind = found.file_type();
-        assert!(!kind.is_block_device() && !kind.is_char_device(), "a device");
-        assert!(!kind.is_file() || found.mode() & 0o6000 == 0, "set-user-ID");
-        taken
-            + if kind.is_dir() {
-                self::taken(&entry.path())
-            } else {
-                found.blocks() * 512
-            }
-    })
 }
 
 #[cfg(test)]

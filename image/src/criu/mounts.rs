@@ -225,7 +225,7 @@ impl Known {
         let mut mounts = spec.mounts()?;
         let mut given = BTreeMap::new();
         for mount in &mut mounts {
-            let named: PathBuf = mount.destination.components().collect();
+            let named = mount.point();
             let placed = host.place(&named);
             mount.destination = placed.map_err(|error| {
                 ImageFault::unreadable(&format!("the place {} in the root", named.display()), &error)

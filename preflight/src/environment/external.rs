@@ -47,7 +47,7 @@ impl Known {
                     .names
                     .extend(mount.destination.file_name().map(OsStr::to_owned));
             }
-            known.points.insert(clean(&mount.destination));
+            known.points.insert(mount.point());
         }
         let devices = spec.devices()?.into_iter().map(|device| device.node.path);
         known.points.extend(devices);
@@ -59,11 +59,6 @@ impl Known {
     fn has(&self, point: &Path) -> bool {
         self.points.contains(point) || point.iter().any(|name| self.names.contains(name))
     }
-}
-
-/// The path as the kernel lists it: without doubled slashes and without one at the end.
-fn clean(path: &Path) -> PathBuf {
-    path.components().collect()
 }
 
 /// Refuses a mount that is not in the spec and that CRIU cannot dump. `init` is the first process of the
