@@ -24,7 +24,8 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
         Ok(host) => host.unwrap_or_else(Host::this),
         Err(error) => return Err(error).with_context(|| format!("cannot open {}", root.display())),
     };
-    let fits = criu::check(&spec, image, &host).and_then(|()| criu::expect_volumes(&spec, image, bundle));
+    let fits =
+        criu::check(&spec, image, &host).and_then(|()| criu::expect_volumes(&spec, image, bundle, None));
     crate::answer(json!(fits.err()))
 }
 

@@ -1,11 +1,11 @@
 //! What /proc shows of the processes of a container.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::ops::ControlFlow;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -196,24 +196,40 @@ pub fn unlinked(pids: &[i32]) -> u64 {
 /// How the kernel marks a name that was deleted.
 const DELETED: &[u8] = b" (deleted)";
 
-/// What a process has open or mapped by a name that was deleted: the entry in /proc, and the name. A process,
-/// or a file of it, may be gone meanwhile.
-pub(crate) fn deleted(pid: i32) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+/// Files that a process has open or mapped by names that `is_wanted`: entries of /proc/PID/fd and map_files,
+/// and the names, as the process's mount namespace has them. The process, or a file of it, may be gone
+/// meanwhile.
+pub fn named_files(pid: i32, is_wanted: impl Fn(&Path) -> bool) -> impl Iterator<Item = (PathBuf, PathBuf)> {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
     let mut mapped = Vec::new();
     // Quicker than reading all links in map_files.
     let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
-        if mapping.path.ends_with(DELETED) {
+        if is_wanted(Path::new(OsStr::from_bytes(mapping.path))) {
             mapped.push(process.join(format!("map_files/{:x}-{:x}", mapping.start, mapping.end)));
         }
         ControlFlow::Continue(())
     });
     drop(read);
-    open.map(|entry| entry.path()).chain(mapped).filter_map(|entry| {
-        let name = fs::read_link(&entry).ok()?.into_os_string().into_vec();
-        let name = name.strip_suffix(DELETED)?.to_vec();
-        Some((entry, OsString::from_vec(name).into()))
+    open.map(|entry| entry.path())
+        .chain(mapped)
+        .filter_map(move |entry| {
+            let name = fs::read_link(&entry).ok()?;
+            is_wanted(&name).then_some((entry, name))
+        })
+}
+
+/// Whether the kernel names a file so whose name was deleted. A file may have that name in full, too.
+pub fn is_deleted(name: &Path) -> bool {
+    name.as_os_str().as_bytes().ends_with(DELETED)
+}
+
+/// Files that a process has open or mapped by deleted names: entries of /proc/PID/fd and map_files, and the
+/// names.
+pub(crate) fn deleted(pid: i32) -> impl Iterator<Item = (PathBuf, PathBuf)> {
+    named_files(pid, is_deleted).filter_map(|(entry, name)| {
+        let bare = name.as_os_str().as_bytes().strip_suffix(DELETED)?;
+        Some((entry, OsStr::from_bytes(bare).into()))
     })
 }
 

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read};
 
+use firn_image::criu;
 use firn_oci::Spec;
 use firn_preflight::{expect_addresses, expect_cpu};
 use firn_remap::plan::GpuMap;
@@ -104,7 +105,9 @@ fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreEr
     expect_cpu(&facts.cpu, &spec)
         .and_then(|()| expect_addresses(&facts.addresses, &spec))
         .map_err(|error| RestoreError::Plan(error.into()))?;
-    let plan = Plan::make(&node, spec, facts.manifest, &args.work_dir)?;
+    let plan = Plan::make(&node, spec.clone(), facts.manifest, &args.work_dir)?;
+    criu::expect_files(&facts.files, &spec, &args.work_dir)
+        .map_err(|error| RestoreError::Plan(error.into()))?;
     Ok(plan.map().cloned())
 }
 

@@ -7,6 +7,7 @@ use firn_config::{Config, Keys};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport, procfs};
+use firn_image::criu::VolumeFile;
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::job_hook::JobHook;
 use firn_oci::mounts::RequiredMount;
@@ -36,6 +37,8 @@ pub struct Facts {
     pub cpu: CpuFeatures,
     /// Addresses of the node that it uses.
     pub addresses: BTreeSet<Address>,
+    /// Files of its volumes that it has open or mapped.
+    pub files: Vec<VolumeFile>,
 }
 
 /// A container that runs.
@@ -76,11 +79,14 @@ impl Facts {
             gpu = found.used.values().copied().fold(0, u64::saturating_add);
             manifest = Some(made);
         }
-        // The job's hook may close its sockets, too.
-        let addresses = if JobHook::Prepare.is_named(&own) {
-            BTreeSet::new()
+        // The job's hook may close its sockets and files, too.
+        let (addresses, files) = if JobHook::Prepare.is_named(&own) {
+            (BTreeSet::new(), Vec::new())
         } else {
-            Address::of(&tree)
+            (
+                Address::of(&tree),
+                VolumeFile::of_processes(&tree, &container.spec)?,
+            )
         };
         // Pages that a forked process shares count once in memory, and for each process in the image.
         let anonymous = tree.iter().map(|&pid| procfs::anonymous(pid)).max();
@@ -92,6 +98,7 @@ impl Facts {
             chain: container.chain,
             cpu: CpuFeatures::here(),
             addresses,
+            files,
         })
     }
 }

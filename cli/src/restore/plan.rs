@@ -10,6 +10,7 @@ use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport};
+use firn_image::criu;
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
@@ -24,7 +25,7 @@ use crate::output::line;
 use crate::view::View;
 
 const UNSEEN_MOUNTS: &str =
-    "mounts, libraries, hooks, AppArmor and the CPU: they are looked at on the node itself";
+    "mounts and their files, libraries, hooks, AppArmor and the CPU: they are looked at on the node itself";
 const UNSEEN_CDI: &str =
     "CDI files of that node: what the spec requests is taken as its GPUs by index, UUID or all";
 
@@ -110,7 +111,17 @@ impl Plan {
         if let (Some(_), (_, Some(failure))) = (&manifest, view.look()) {
             return Err(RestoreError::Plan(failure));
         }
-        Self::make(node, spec, manifest, bundle)
+        let (given, kept) = (
+            spec.clone(),
+            manifest.as_ref().map(|manifest| manifest.mounts.clone()),
+        );
+        let plan = Self::make(node, spec, manifest, bundle)?;
+        // Kubernetes gives the copy mounts of its own.
+        if !node.is_there && given.author().owns_node() {
+            let expected = criu::expect_volumes(&given, &view.dir, bundle, kept.as_deref());
+            expected.map_err(|error| RestoreError::Plan(error.into()))?;
+        }
+        Ok(plan)
     }
 
     /// For a container with this spec, and a checkpoint that is whole. Relative paths of the spec begin at

@@ -45,7 +45,7 @@ pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
 pub use self::timers::set_expired_timers;
 pub use self::unix_sockets::close_unix_sockets;
-pub use self::volumes::{expect_volumes, names_of_links};
+pub use self::volumes::{VolumeFile, expect_files, expect_volumes, names_of_links};
 use self::wire::{Message, WireError};
 use firn_host::bounded::read_at_most;
 use firn_host::{Problem, in_root, mountinfo};

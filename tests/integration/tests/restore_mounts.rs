@@ -312,6 +312,8 @@ fn a_volume_whose_files_have_changed_refuses_a_restore(platform: Platform) -> Re
                 );
                 ensure!(!host.runc_has("restore")?, "runc was called");
                 node.run(&["ctr", "containers", "delete", "job"])?;
+                let dry = failure(host.firn(&["restore", "checkpoint/job", "--dry-run"]).map(drop))?;
+                ensure!(dry.contains(code) && dry.contains("/srv/data/state"), "{dry}");
                 nothing_left(host, "job")
             };
             sh("mv state kept; cp kept state; echo more >>state; echo more >>log")?;

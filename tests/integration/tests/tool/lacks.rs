@@ -48,9 +48,12 @@ const fn gpus<'a>(what: &'a str, part: &'a str, setup: &'a str) -> Lack<'a> {
     taken(what, part, setup, "simgpu teardown; simgpu setup")
 }
 
-/// What the job needs of its node, and both nodes have: an address, a directory, a program of a hook.
+/// What the job needs of its node, and both nodes have: an address, a directory with a file, a program of a
+/// hook.
 const PREPARE: &str = r#"ip address add 10.99.0.1/32 dev lo
     mkdir -p /srv/data /etc/cdi
+    echo state >/srv/data/state
+    touch -d '1970-01-02 0:00' /srv/data/state
     printf '#!/bin/sh\nexit 0\n' >/srv/hook
     chmod 755 /srv/hook
     printf '%s' '{"cdiVersion": "0.6.0", "kind": "firn.test/hook", "devices": [{"name": "one",
@@ -60,8 +63,9 @@ const PREPARE: &str = r#"ip address add 10.99.0.1/32 dev lo
     sed 's/^MemAvailable: .*/MemAvailable: 9 kB/; s/^SwapFree: .*/SwapFree: 0 kB/' /proc/meminfo >/srv/meminfo
 "#;
 
-/// It listens at an address of its node, and at all.
-const LISTEN: &str = "busybox httpd -f -p 10.99.0.1:8098 -h /data &\nnc -ll -p 8099 -e cat &\n";
+/// It listens at an address of its node, and at all, and reads a file of its volume.
+const LISTEN: &str =
+    "exec 7</data/state\nbusybox httpd -f -p 10.99.0.1:8098 -h /data &\nnc -ll -p 8099 -e cat &\n";
 
 /// What it has of its node.
 const OF_THE_NODE: [&str; 3] = [
@@ -70,7 +74,7 @@ const OF_THE_NODE: [&str; 3] = [
     "type=bind,src=/srv/data,dst=/data,options=rbind:ro",
 ];
 
-const LACKS: [Lack<'_>; 21] = [
+const LACKS: [Lack<'_>; 23] = [
     asked("a GPU of this index", "FIRN-GPU-UNKNOWN: ", &["--gpus", "7"]),
     asked("so many GPUs for one", "FIRN-GPU-COUNT: ", &["--gpus", "0,1"]),
     asked("a map of GPUs", "FIRN-MAP-SYNTAX: ", &["--gpu-map", "GPU-1=2"]),
@@ -120,6 +124,18 @@ const LACKS: [Lack<'_>; 21] = [
         "FIRN-MOUNT-SOURCE-MISSING: ",
         "mv /srv/data /srv/no-data",
         "mv /srv/no-data /srv/data",
+    ),
+    taken(
+        "a file of a volume",
+        "FIRN-FILE-GONE: a process had /data/state open, and /srv/data/state is not there",
+        "mv /srv/data/state /srv/no-state",
+        "mv /srv/no-state /srv/data/state",
+    ),
+    taken(
+        "the size of a file of a volume",
+        "FIRN-FILE-SIZE: a process had /data/state open with 6 bytes, and /srv/data/state has 11",
+        "echo more >>/srv/data/state",
+        "echo state >/srv/data/state",
     ),
     taken(
         "the program of a hook",
@@ -233,6 +249,7 @@ pub fn a_container_without_a_gpu_is_looked_at_as_well(platform: Platform) -> Res
                 "FIRN-HOST",
                 "FIRN-IMAGE",
                 "FIRN-MOUNT",
+                "FIRN-FILE",
                 "FIRN-ADDRESS",
                 "FIRN-CPU",
             ];
