@@ -35,6 +35,7 @@ const DUMP_DEFAULTS: &str = "ghost-limit 1024G\nskip-in-flight\n";
 /// Lets CRIU dump files whose name was deleted while another one leads to them: it makes hard links, which it
 /// removes at the end of the dump.
 const LINK_REMAP: &str = "link-remap";
+const SCAN: &str = "irmap-scan-path";
 
 pub(crate) const MAKE_WRITABLE: &str = "check that the bundle's file system is writable and not full";
 
@@ -121,6 +122,8 @@ pub struct CriuConfig {
     tcp: Tcp,
     /// Whether CRIU makes links of files with a deleted name.
     link_remap: bool,
+    /// Where CRIU looks for files that processes watch, before its own places.
+    scanned: Vec<PathBuf>,
 }
 
 impl CriuConfig {
@@ -148,6 +151,7 @@ impl CriuConfig {
             runs: false,
             tcp: Tcp::Refuse,
             link_remap: false,
+            scanned: Vec::new(),
         }
     }
 
@@ -190,6 +194,11 @@ impl CriuConfig {
     /// For a dump in which CRIU makes links of files with a deleted name.
     pub fn with_link_remap(self, link_remap: bool) -> Self {
         Self { link_remap, ..self }
+    }
+
+    /// For a dump in which CRIU looks for watched files in these places of the container, in this order.
+    pub fn with_scanned(self, scanned: Vec<PathBuf>) -> Self {
+        Self { scanned, ..self }
     }
 
     /// Where the file is.
@@ -259,6 +268,10 @@ impl CriuConfig {
         if firns_dump && self.link_remap {
             content.push_str(&format!("{LINK_REMAP}\n"));
         }
+        // CRIU looks at the last one first.
+        for path in self.scanned.iter().rev().filter(|_| firns_dump) {
+            content.push_str(&format!("{SCAN} {}\n", checked(path)?));
+        }
         match self.tcp {
             Tcp::Close if firns_dump => content.push_str("tcp-close\n"),
             // The user's file may have it.
@@ -324,6 +337,24 @@ pub fn had_link_remap(bundle: &Path) -> bool {
         .and_then(|bytes| String::from_utf8(bytes).ok());
     let firns = text.as_ref().and_then(|text| text.rsplit_once("\nlibdir "));
     firns.is_some_and(|(_, firns)| firns.lines().any(|line| line == LINK_REMAP))
+}
+
+/// Where the user's file of a container lets CRIU look for watched files.
+pub fn users_scanned(spec: &Spec, bundle: Option<&Path>) -> Vec<PathBuf> {
+    let criu = CriuConfig::of_criu(spec, bundle.unwrap_or(Path::new("")));
+    scanned_of(&criu.users_file.lines().unwrap_or_default())
+}
+
+fn scanned_of(lines: &str) -> Vec<PathBuf> {
+    let path = |line| {
+        let value = option(line).strip_prefix(SCAN)?;
+        // Blanks or an equals sign: CRIU refuses both together.
+        let value = value
+            .strip_prefix('=')
+            .or_else(|| value.strip_prefix(char::is_whitespace));
+        Some(PathBuf::from(value?.trim()))
+    };
+    lines.lines().filter_map(path).collect()
 }
 
 /// As [`CriuConfig::users_external_unix`].

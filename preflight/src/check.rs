@@ -7,7 +7,7 @@
 use std::cell::OnceCell;
 use std::ffi::OsStr;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use firn_config::{Tcp, in_path};
 use firn_gpu::{Gpu, Inventory};
@@ -17,7 +17,7 @@ use firn_remap::Grant;
 
 use crate::environment::{self, Known, MemoryLimit, Needs, OtherGpus, Tree};
 use crate::finding::{
-    self, Connection, Finding, Inherited, Processes, RefusedBefore, UnixSocket, Unreadable,
+    self, Connection, Finding, Inherited, Lookup, Processes, RefusedBefore, UnixSocket, Unreadable,
 };
 use crate::{Assertions, Refusal, Workload};
 
@@ -101,6 +101,8 @@ pub struct Outcome {
     pub devices_to_be_released: Option<Refusal>,
     /// CRIU has to make links of files whose name was deleted.
     pub link_remap: bool,
+    /// Where CRIU finds the files that processes watch, in the order in which it should look.
+    pub watched: Vec<PathBuf>,
     /// TCP connections of the processes.
     pub connections: Vec<Connection>,
     /// Unix sockets that lead outside. If nothing is refused, the copy finds them closed.
@@ -168,7 +170,7 @@ impl<'a> Run<'a> {
     }
 
     fn apply(mut self) -> Result<Outcome, CheckError> {
-        let rules: [Rule<'a>; 12] = [
+        let rules: [Rule<'a>; 13] = [
             Self::leaves,
             Self::other_vendors,
             Self::held_devices,
@@ -176,6 +178,7 @@ impl<'a> Run<'a> {
             Self::objects,
             Self::findings,
             Self::connections,
+            Self::watches,
             Self::deleted_names,
             Self::unix_sockets,
             Self::capacity,
@@ -352,6 +355,21 @@ impl<'a> Run<'a> {
             self.outcome.refusals.push(Refusal::Connections { connections });
         }
         self.outcome.connections = found;
+        Ok(())
+    }
+
+    fn watches(&mut self) -> Result<(), CheckError> {
+        let Workload { init, scanned, .. } = self.workload;
+        let lookup = match self.dump() {
+            Some(_) => Lookup::ByFirn(scanned),
+            None if self.workload.objects && !self.workload.pause => Lookup::ByCriu(scanned),
+            None => return Ok(()),
+        };
+        let announce = || self.announce("the container's root file system, for the name of a watched file");
+        let found = finding::watches(self.proc_root, *init, &self.dumped(), lookup, announce)?;
+        let (watched, refusals) = found;
+        self.outcome.refusals.extend(refusals);
+        self.outcome.watched = watched;
         Ok(())
     }
 

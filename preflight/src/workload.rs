@@ -37,6 +37,10 @@ pub struct Workload {
     /// stock shim.
     #[serde(default)]
     pub objects: bool,
+    /// Where an earlier check has found files that processes watch. Of a container that CRIU's user
+    /// configures: where CRIU looks for them.
+    #[serde(default)]
+    pub scanned: Vec<PathBuf>,
     /// The container's seccomp profile lets an agent outside decide about system calls.
     #[serde(default)]
     pub seccomp_agent: bool,

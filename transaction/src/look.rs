@@ -92,6 +92,8 @@ pub struct Checked {
     pub is_starting: bool,
     /// CRIU has to make links of files whose name was deleted.
     pub link_remap: bool,
+    /// Where CRIU finds the files that processes watch, in the order in which it should look.
+    pub watched: Vec<PathBuf>,
     /// Unix sockets that the copy finds closed: CRIU needs firn's plugin for them, too.
     pub unix_sockets: Vec<UnixSocket>,
 }

@@ -162,6 +162,37 @@ fn only_a_dump_with_deleted_names_has_criu_make_links() {
 }
 
 #[test]
+fn only_a_dump_looks_where_files_are_watched() {
+    let bundle = tempfile::tempdir().unwrap();
+    let config = |path: &str| {
+        CriuConfig::new(&spec(""), bundle.path(), None).with_scanned(vec!["/app".into(), path.into()])
+    };
+    let named = |operation| {
+        let lines = written(&config("/srv/b"), operation).into_iter();
+        lines.filter(|line| line.starts_with("irmap")).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        named(Operation::Dump),
+        ["irmap-scan-path /srv/b", "irmap-scan-path /app"]
+    );
+    assert_eq!(named(Operation::Restore), [""; 0]);
+    let other = config("/a\nlibdir /tmp").write(Operation::Dump);
+    assert!(matches!(other, Err(CriuError::Path { .. })), "{other:?}");
+    let users = bundle.path().join("users.conf");
+    for line in [
+        "irmap-scan-path /app # of ours",
+        "  irmap-scan-path=/app",
+        "irmap-scan-path   /app",
+    ] {
+        std::fs::write(&users, format!("file-locks\n{line}\n")).unwrap();
+        let users = spec(users.to_str().unwrap());
+        // An annotation cannot bring it; the operator's file can.
+        assert_eq!(users_scanned(&users, None), Vec::<PathBuf>::new(), "{line}");
+        assert_eq!(scanned_of(line), [Path::new("/app")], "{line}");
+    }
+}
+
+#[test]
 fn what_a_users_file_sets_for_connections_is_known_also_from_an_edited_spec() {
     let bundle = tempfile::tempdir().unwrap();
     let users = bundle.path().join("users.conf");

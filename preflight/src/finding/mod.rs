@@ -60,6 +60,9 @@ mod refused_before;
 #[cfg(test)]
 mod tests;
 mod unix_sockets;
+mod watches;
+
+pub(crate) use watches::Lookup;
 
 pub use connections::Connection;
 pub(crate) use connections::Line as SocketLine;
@@ -179,10 +182,24 @@ pub(crate) fn unix_sockets(
 /// Objects of processes below `proc_root` that no copy would have, and a user namespace of the container.
 pub(crate) fn objects(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
     let objects = objects::inspect(proc_root, init, dumped)?;
+    let waiting = unix_sockets::waiting(proc_root, dumped)?;
     Ok(user_namespace(proc_root, init)
         .into_iter()
         .chain(objects)
+        .chain(waiting)
         .collect())
+}
+
+/// Where CRIU finds the files that the processes watch, and why a watch refuses a checkpoint. Calls
+/// `announce` before it looks at files.
+pub(crate) fn watches(
+    proc_root: &Path,
+    init: i32,
+    dumped: &[i32],
+    lookup: Lookup<'_>,
+    announce: impl Fn(),
+) -> Result<(Vec<PathBuf>, Vec<Refusal>), Unreadable> {
+    watches::inspect(proc_root, init, dumped, lookup, announce)
 }
 
 /// Why a container with this first process is not dumped, whoever dumps it: nothing could restore it.

@@ -33,6 +33,7 @@ const NAME: usize = 64;
 pub enum Object {
     Bpf,
     Crypto,
+    Fanotify,
     Kvm,
     LandlockRules,
     MessageQueue,
@@ -45,8 +46,10 @@ pub enum Object {
     SeccompListener,
     SecretMemory,
     ThreadPidfd,
+    UnixConnection,
     Userfaultfd,
     Vsock,
+    Watch,
 }
 
 impl fmt::Display for Object {
@@ -54,6 +57,7 @@ impl fmt::Display for Object {
         f.write_str(match self {
             Self::Bpf => "a BPF map, program or link",
             Self::Crypto => "a socket of the kernel's cryptography (AF_ALG)",
+            Self::Fanotify => "a group of fanotify, in a container without CAP_SYS_ADMIN",
             Self::Kvm => "a virtual machine",
             Self::LandlockRules => "a set of Landlock rules",
             Self::MessageQueue => "a POSIX message queue",
@@ -66,8 +70,13 @@ impl fmt::Display for Object {
             Self::SeccompListener => "a listener of seccomp notifications",
             Self::SecretMemory => "secret memory (memfd_secret)",
             Self::ThreadPidfd => "a pidfd of a thread",
+            Self::UnixConnection => {
+                "a Unix socket in a connection that no server has accepted, with bytes in it or closed by \
+                 its client"
+            }
             Self::Userfaultfd => "a userfaultfd",
             Self::Vsock => "a vsock socket",
+            Self::Watch => "a watch (inotify, fanotify) of a file that CRIU does not find",
         })
     }
 }
@@ -78,6 +87,7 @@ impl Object {
         match self {
             // CRIU makes the socket and does not connect it.
             Self::Ping => "has no peer any more in a copy",
+            Self::Fanotify => "firn would not restore",
             _ => "CRIU cannot dump",
         }
     }
@@ -91,6 +101,14 @@ impl Object {
             Self::Namespace(_) => {
                 "end that process before the checkpoint, or start it without namespaces of \
                                    its own (as browsers by --no-sandbox)"
+            }
+            Self::UnixConnection => {
+                "have the server accept it (in a paused container it cannot: resume that), or end the client"
+            }
+            Self::Watch => {
+                "end the watch before the checkpoint, or the process that has it. Of a container without a \
+                 GPU, which firn leaves to CRIU: a line `irmap-scan-path DIRECTORY` in /etc/criu/runc.conf \
+                 has CRIU look in that directory of the container"
             }
             Self::Root => {
                 "have the container's first process start that one as a child, which may be in a chroot"
@@ -138,9 +156,10 @@ impl Object {
 }
 
 /// The kinds of namespaces that CRIU dumps for a whole container alone.
-const NAMESPACES: [(&str, &str); 8] = [
+const NAMESPACES: [(&str, &str); 9] = [
     ("cgroup", "a cgroup"),
     ("ipc", "an IPC"),
+    ("net", "a network"),
     ("pid", "a PID"),
     ("pid_for_children", "a PID"),
     ("time", "a time"),

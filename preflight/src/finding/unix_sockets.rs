@@ -10,6 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::path::Path;
+use std::thread;
+use std::time::Duration;
 
 use firn_config::{Tcp, text};
 use firn_host::ordered::{map_of, set_of};
@@ -17,6 +19,7 @@ use firn_host::proc_maps;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use super::objects::Object;
 use super::{Unreadable, open_files, socket_inode};
 use crate::{Assertions, Refusal};
 
@@ -26,6 +29,10 @@ use diag::Diag;
 
 /// How often processes are looked at until a socket counts.
 const LOOKS: usize = 3;
+
+/// How often, and how far apart, a connection that no server has accepted is looked at.
+const WAITS: usize = 10;
+const WAIT: Duration = Duration::from_millis(100);
 
 const ESTABLISHED: u8 = 1;
 const LISTEN: u8 = 10;
@@ -149,7 +156,8 @@ pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<UnixSocket
     Ok(found)
 }
 
-fn look(proc_root: &Path, dumped: &[i32]) -> Result<Vec<UnixSocket>, Unreadable> {
+/// The sockets that the processes have, and all of their network namespaces.
+fn held_sockets(proc_root: &Path, dumped: &[i32]) -> Result<(Holders, Vec<Diag>), Unreadable> {
     let (mut held, mut members) = (Holders::new(), Vec::new());
     for &pid in dumped {
         let Some(files) = open_files(proc_root, pid)? else {
@@ -167,11 +175,53 @@ fn look(proc_root: &Path, dumped: &[i32]) -> Result<Vec<UnixSocket>, Unreadable>
         }
     }
     let sockets = sockets(proc_root, &members)?;
+    Ok((held, sockets))
+}
+
+fn look(proc_root: &Path, dumped: &[i32]) -> Result<Vec<UnixSocket>, Unreadable> {
+    let (held, sockets) = held_sockets(proc_root, dumped)?;
     let found = judge(&held, &sockets);
     Ok(found
         .into_iter()
         .map(|(inode, kind, other_end)| described(proc_root, &held, inode, kind, other_end))
         .collect())
+}
+
+/// Connections that servers among the processes have not accepted, and that CRIU does not dump: with bytes in
+/// them, or closed by the client. One that a server accepts meanwhile does not count.
+pub(super) fn waiting(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+    let mut found = waiting_now(proc_root, dumped)?;
+    for _ in 0..WAITS {
+        if found.is_empty() {
+            break;
+        }
+        thread::sleep(WAIT);
+        let again = waiting_now(proc_root, dumped)?;
+        found.retain(|inode, _| again.contains_key(inode));
+    }
+    let refusal = |(pid, fd): (i32, i32)| Refusal::Object {
+        pid,
+        comm: proc_maps::comm(proc_root, pid),
+        object: Object::UnixConnection,
+        at: format!("descriptor {fd}"),
+    };
+    Ok(found.into_values().map(refusal).collect())
+}
+
+fn waiting_now(proc_root: &Path, dumped: &[i32]) -> Result<Holders, Unreadable> {
+    let (mut held, sockets) = held_sockets(proc_root, dumped)?;
+    let listening = sockets.iter().filter(|socket| socket.state == LISTEN);
+    let listening = listening.filter(|socket| held.contains_key(&socket.inode));
+    let pending = set_of(listening.flat_map(|socket| socket.pending.iter().copied()));
+    let has_bytes = |socket: &&Diag| pending.contains(&socket.inode) && socket.unread > 0;
+    // In the place of a client that has closed its end there is no inode.
+    let has_closed = |socket: &&Diag| socket.state == LISTEN && socket.pending.contains(&0);
+    let waits = sockets
+        .iter()
+        .filter(|socket| has_bytes(socket) || has_closed(socket));
+    let waits = set_of(waits.map(|socket| socket.inode));
+    held.retain(|inode, _| waits.contains(inode));
+    Ok(held)
 }
 
 /// Whether a socket is a Unix socket. The kernel names the protocol of every socket so.

@@ -114,6 +114,8 @@ pub(super) struct Progress {
     is_starting: bool,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
     link_remap: bool,
+    /// Where CRIU finds the files that processes watch, as the last inspection found.
+    watched: Vec<PathBuf>,
     /// Unix sockets that the copy finds closed, as the last inspection found.
     unix_sockets: Vec<UnixSocket>,
     /// How many processes the dump leaves out, as last logged.
@@ -357,6 +359,7 @@ impl ContainerEffects<'_> {
             criu.with_tcp(self.source().assertions.tcp)
                 .with_dump_script(self.dump_script()?)
                 .with_link_remap(self.progress.link_remap)
+                .with_scanned(self.progress.watched.clone())
                 .with_plugins(self.transaction.config.criu.libs_dir.clone(), plugin)
                 .write(criu_config::Operation::Dump)?;
             if !unix_sockets.is_empty() {

@@ -99,6 +99,7 @@ fn check(workload: &Workload) -> Answer<Checked> {
         inherited: outcome.inherited,
         is_starting: !outcome.starting.is_empty(),
         link_remap: outcome.link_remap,
+        watched: outcome.watched,
         unix_sockets: outcome.unix_sockets,
     })
 }

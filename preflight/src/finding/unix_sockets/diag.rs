@@ -19,12 +19,13 @@ const HEADER: usize = 16;
 const REQUEST: u32 = 24;
 const MESSAGE: usize = 16;
 
-/// `UDIAG_SHOW_PEER` and `UDIAG_SHOW_ICONS`. What is shut down is always shown.
-const SHOWN: u32 = 4 | 8;
+/// `UDIAG_SHOW_PEER`, `UDIAG_SHOW_ICONS` and `UDIAG_SHOW_RQLEN`. What is shut down is always shown.
+const SHOWN: u32 = 4 | 8 | 16;
 
 /// Attributes.
 const PEER: u16 = 2;
 const ICONS: u16 = 3;
+const LENGTHS: u16 = 4;
 const SHUTDOWN: u16 = 6;
 
 /// More than the kernel puts into one answer.
@@ -44,6 +45,9 @@ pub(super) struct Diag {
     pub shutdown: u8,
     /// Of a listening socket: the clients that it has not accepted.
     pub pending: Vec<u32>,
+    /// Bytes that it has sent and that nobody has read, with what the kernel needs for them; of a listening
+    /// socket the most clients that may wait.
+    pub unread: u32,
 }
 
 /// The sockets of a network namespace. One that is not the caller's is entered by a thread that ends.
@@ -131,6 +135,8 @@ fn parse_one(message: &[u8]) -> io::Result<Diag> {
                 let each = value.chunks(4).map(|one| word(one, 0));
                 socket.pending = each.collect::<io::Result<_>>()?;
             }
+            // Those that it has not read come first.
+            LENGTHS => socket.unread = word(value, 4)?,
             SHUTDOWN => socket.shutdown = *value.first().ok_or_else(malformed)?,
             _ => {}
         }
@@ -225,6 +231,7 @@ mod tests {
             peer: 9,
             shutdown: 0,
             pending: vec![1, 2],
+            unread: 0,
         };
         assert_eq!(sockets, [expected]);
         for end in 1..whole.len() {

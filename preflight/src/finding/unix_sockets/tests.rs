@@ -1,3 +1,4 @@
+use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::process::{Child, Command, Stdio};
 
@@ -69,6 +70,44 @@ fn a_connection_that_waits_for_a_server_inside_is_inside() {
     let client = Sleep::with(UnixStream::connect(&path).unwrap());
     assert_eq!(shown(&[client.pid(), server.pid()]), [""; 0]);
     assert_eq!(shown(&[client.pid()]).len(), 1);
+}
+
+#[test]
+fn a_connection_with_bytes_for_a_server_that_accepts_none_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut stream = UnixStream::connect(&path).unwrap();
+    let (server, client) = (
+        Sleep::with(listener.try_clone().unwrap()),
+        Sleep::with(stream.try_clone().unwrap()),
+    );
+    let named = |pids: &[i32]| waiting(Path::new("/proc"), pids).unwrap();
+    let both = [server.pid(), client.pid()];
+    assert_eq!(named(&both).len(), 0, "there are no bytes in it");
+    stream.write_all(b"x").unwrap();
+    let found = named(&both);
+    let [
+        Refusal::Object {
+            pid,
+            object: Object::UnixConnection,
+            at,
+            ..
+        },
+    ] = &found[..]
+    else {
+        panic!("{found:?}");
+    };
+    assert_eq!((*pid, &**at), (client.pid(), "descriptor 0"));
+    assert_eq!(named(&both[1..]).len(), 0, "the server is outside");
+    let _accepted = listener.accept().unwrap();
+    assert_eq!(named(&both).len(), 0);
+    drop(UnixStream::connect(&path).unwrap());
+    let found = named(&both);
+    assert!(
+        matches!(found[..], [Refusal::Object { pid, .. }] if pid == server.pid()),
+        "{found:?}"
+    );
 }
 
 #[test]

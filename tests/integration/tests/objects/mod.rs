@@ -16,7 +16,7 @@ use firn_lab::{
 };
 use firn_node::{Platform, wait_for};
 
-use table::{LOST, Object, REFUSED, Refused, movable};
+use table::{LOST, Object, REFUSED, Refused, WATCHES, movable};
 
 const IMAGE: &str = "checkpoint/c";
 
@@ -177,6 +177,27 @@ fn move_all(host: &GpuHost, objects: &[Object<'_>], kind: Kind) -> Result<()> {
         .context("the copy")?;
     copy.remove()?;
     host.remove_image(IMAGE)
+}
+
+/// overlayfs opens no handle: firn lets CRIU look where it has found the name. Without a GPU CRIU looks in a
+/// few directories alone, and where its configuration names more.
+fn watched_files_are_found_by_their_names(platform: Platform) -> Result<()> {
+    const CONFIGURATION: &str = "/etc/criu/runc.conf";
+    on([host(platform, "ob-w")?], |[host]| {
+        move_all(host, &WATCHES, Kind::Gpu)?;
+        host.watch_runc()?;
+        for object in WATCHES {
+            saw_object(object.1, Kind::Gpu.shown(), "moves")?;
+            let refused = (object, "a watch (inotify, fanotify)", "Can't dump that handle");
+            expect_refusal(host, refused, Kind::Plain).with_context(|| object.1)?;
+            saw_object(object.1, Kind::Plain.shown(), outcome(Kind::Plain))?;
+        }
+        let scanned = WATCHES.map(|(kind, ..)| format!("irmap-scan-path /object-{kind}\n"));
+        host.node().write(CONFIGURATION, scanned.concat())?;
+        move_all(host, &WATCHES, Kind::Plain)?;
+        host.node().run(&["rm", CONFIGURATION])?;
+        host.idle()
+    })
 }
 
 fn objects_are_refused(platform: Platform) -> Result<()> {
@@ -455,6 +476,7 @@ fn is_read_only(container: &Container<'_>) -> Result<()> {
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         objects_move [FORKY, TRIXIE];
+        watched_files_are_found_by_their_names [FORKY, TRIXIE];
         objects_are_refused [FORKY, TRIXIE];
         settings_are_lost_and_the_audit_names_them [FORKY, TRIXIE];
         a_chroot_of_the_first_process_is_refused [FORKY, TRIXIE];

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, Random, failure, on};
 use firn_node::Platform;
 
-use super::table::{Object, REFUSED, Refused, movable};
+use super::table::{Object, REFUSED, Refused, WATCHES, movable};
 use super::{IMAGE, Kind, expect_untouched, host, logs};
 
 /// Containers of a run on each platform.
@@ -46,6 +46,9 @@ impl Drawn {
             Kind::Gpu
         };
         let mut moving = movable(platform.suite);
+        if kind == Kind::Gpu {
+            moving.extend(WATCHES);
+        }
         let mut refusing = REFUSED.to_vec();
         let refused = match random.below(3) {
             0 => {

@@ -5,7 +5,7 @@ use firn_node::Suite;
 /// A kind of the workload `objects`, its name on the page, and options of its container.
 pub(crate) type Object<'a> = (&'static str, &'static str, &'a [&'a str]);
 
-const MOVES: [Object<'_>; 44] = [
+const MOVES: [Object<'_>; 52] = [
     ("flock", "lock of a file: flock", &[]),
     ("record-lock", "lock of a file: fcntl, of the process", &[]),
     ("open-file-lock", "lock of a file: fcntl, of the open file", &[]),
@@ -54,6 +54,28 @@ const MOVES: [Object<'_>; 44] = [
     ("seccomp-filter", "seccomp filter", &[]),
     ("not-dumpable", "process that dumps no core", &[]),
     ("watch", "inotify of /etc", &[]),
+    ("lease", "lease of a file", &[]),
+    ("directory", "open directory", &[]),
+    ("proc-file", "file of /proc about the process itself", &[]),
+    (
+        "unix-listener",
+        "Unix socket that listens, with a connection that waits",
+        &[],
+    ),
+    ("passed-descriptor", "descriptor on its way in a Unix socket", &[]),
+    (
+        "epoll-of-other",
+        "epoll, with a descriptor that has another number by now",
+        &[],
+    ),
+    ("interval-timer", "periodic timer of setitimer", &[]),
+    ("terminal", "terminal of its session, opened as /dev/tty", &[]),
+];
+
+/// They move where firn configures CRIU: with a GPU.
+pub(super) const WATCHES: [Object<'_>; 2] = [
+    ("watch-elsewhere", "inotify of another directory", &[]),
+    ("fanotify", "fanotify of a file", SYS_ADMIN),
 ];
 
 /// A setting that no copy has, and how `firn audit` calls it; `None` if it cannot be seen.
@@ -74,7 +96,7 @@ pub(super) const LOST: [(Object<'_>, Option<&str>); 5] = [
 /// An object that is refused, how firn calls it, and what CRIU has in its log.
 pub(super) type Refused = (Object<'static>, &'static str, &'static str);
 
-pub(super) const REFUSED: [Refused; 14] = [
+pub(super) const REFUSED: [Refused; 19] = [
     (
         ("uts-namespace", "UTS namespace of a process", SYS_ADMIN),
         "a UTS namespace",
@@ -94,6 +116,35 @@ pub(super) const REFUSED: [Refused; 14] = [
         ("pid-namespace", "PID namespace of a process", SYS_ADMIN),
         "a PID namespace",
         "Can't dump nested pid namespace",
+    ),
+    (
+        ("network-namespace", "network namespace of a process", SYS_ADMIN),
+        "a network namespace",
+        "Unable to dump more than one netns",
+    ),
+    (
+        ("cgroup-namespace", "cgroup namespace of a process", SYS_ADMIN),
+        "a cgroup namespace",
+        "Can't dump nested cgroup namespace",
+    ),
+    (
+        ("time-namespace", "time namespace of a process", SYS_ADMIN),
+        "a time namespace",
+        "Can't dump nested time namespace",
+    ),
+    (
+        ("watch-without-name", "inotify of a removed directory", &[]),
+        "a watch (inotify, fanotify)",
+        "Can't dump that handle",
+    ),
+    (
+        (
+            "unix-waiting",
+            "Unix socket that listens, with bytes in a connection that waits",
+            &[],
+        ),
+        "a Unix socket in a connection that no server has accepted",
+        "Non-empty write queue on an in-flight socket",
     ),
     (
         ("bpf", "BPF map", SYS_ADMIN),

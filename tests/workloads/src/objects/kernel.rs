@@ -1,13 +1,19 @@
 //! Objects that are made by system calls without a safe wrapper.
 #![allow(unsafe_code)]
 
+use std::ffi::CStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSliceMut, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::ptr;
 
 use nix::libc::{self, c_int, c_long};
+use nix::sched::CloneFlags;
 use nix::sys::signal::{SigHandler, Signal};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 
 use super::Look;
 
@@ -40,6 +46,99 @@ pub(super) fn mptcp() -> io::Result<OwnedFd> {
 
 pub(super) fn ping() -> io::Result<OwnedFd> {
     socket(libc::AF_INET, libc::SOCK_DGRAM, libc::IPPROTO_ICMP)
+}
+
+/// CLONE_NEWTIME, which nix does not name.
+pub(super) const NEW_TIME: CloneFlags = CloneFlags::from_bits_retain(0x80);
+
+/// The program begins with namespaces of its own.
+pub(super) fn set_apart(program: &mut Command, flags: CloneFlags) -> &mut Command {
+    let unshare = move || Ok(nix::sched::unshare(flags)?);
+    // SAFETY: the child makes one system call before it starts the program.
+    unsafe { program.pre_exec(unshare) }
+}
+
+/// A watch of what is written to a file.
+pub(super) fn fanotify(path: &CStr) -> io::Result<OwnedFd> {
+    // SAFETY: it takes numbers.
+    let group = made(unsafe { libc::fanotify_init(libc::FAN_NONBLOCK, 0) }.into())?;
+    let (at, number) = (libc::AT_FDCWD, group.as_raw_fd());
+    // SAFETY: it reads the path, which ends with a zero.
+    let marked =
+        unsafe { libc::fanotify_mark(number, libc::FAN_MARK_ADD, libc::FAN_MODIFY, at, path.as_ptr()) };
+    checked(marked.into())?;
+    Ok(group)
+}
+
+/// Takes the events that a group of fanotify has, if there are some.
+pub(super) fn has_event(group: &OwnedFd) -> io::Result<bool> {
+    // Length, version, length of this, mask, descriptor of the file, pid.
+    let mut event = [0; 24];
+    let mut events = File::from(group.try_clone()?);
+    let mut found = false;
+    loop {
+        match events.read(&mut event) {
+            Ok(_) => {
+                let number = i32::from_ne_bytes([event[16], event[17], event[18], event[19]]);
+                drop(made(number.into())?);
+                found = true;
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(found),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// A lease for reading.
+pub(super) fn lease(file: &File) -> io::Result<()> {
+    // SAFETY: it takes numbers.
+    checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) }.into()).map(drop)
+}
+
+pub(super) fn has_lease(file: &File) -> io::Result<bool> {
+    // SAFETY: it takes numbers.
+    let lease = checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLEASE) }.into())?;
+    Ok(lease == c_long::from(libc::F_RDLCK))
+}
+
+/// The descriptor in the next message of a socket.
+pub(super) fn receive(socket: &UnixDatagram) -> io::Result<File> {
+    let (mut byte, mut space) = ([0], nix::cmsg_space!(RawFd));
+    let mut bytes = [IoSliceMut::new(&mut byte)];
+    let message = recvmsg::<()>(
+        socket.as_raw_fd(),
+        &mut bytes,
+        Some(&mut space),
+        MsgFlags::empty(),
+    )?;
+    for part in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(numbers) = part
+            && let [number] = numbers[..]
+        {
+            return made(number.into()).map(File::from);
+        }
+    }
+    Err(io::Error::other("no descriptor"))
+}
+
+/// Makes a terminal that of the session, of which this process is the first.
+pub(super) fn take_terminal(file: &File) -> io::Result<()> {
+    // SAFETY: it takes numbers.
+    checked(unsafe { libc::ioctl(file.as_raw_fd(), libc::TIOCSCTTY, 0) }.into()).map(drop)
+}
+
+/// Signals in this interval, in microseconds.
+pub(super) fn set_interval_timer(interval: libc::suseconds_t) -> io::Result<()> {
+    let time = libc::timeval {
+        tv_sec: 0,
+        tv_usec: interval,
+    };
+    let timer = libc::itimerval {
+        it_interval: time,
+        it_value: time,
+    };
+    // SAFETY: it reads `timer`, and writes nothing.
+    checked(unsafe { libc::setitimer(libc::ITIMER_REAL, &raw const timer, ptr::null_mut()) }.into()).map(drop)
 }
 
 pub(super) fn secret_memory() -> io::Result<OwnedFd> {

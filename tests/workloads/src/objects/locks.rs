@@ -8,7 +8,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, Flock, FlockArg, fcntl};
 use nix::libc;
 
-use super::Look;
+use super::{Look, kernel};
 
 pub(super) fn open(path: &Path) -> io::Result<File> {
     let mut options = File::options();
@@ -45,6 +45,14 @@ pub(super) fn of_open_file(path: &Path) -> io::Result<Look> {
     let (file, other) = (open(path)?, open(path)?);
     fcntl(&file, FcntlArg::F_OFD_SETLK(&whole()))?;
     by_fcntl(file, other)
+}
+
+/// Of a file that nobody writes to.
+pub(super) fn lease(path: &Path) -> io::Result<Look> {
+    open(path)?;
+    let file = File::open(path)?;
+    kernel::lease(&file)?;
+    Ok(Box::new(move || kernel::has_lease(&file)))
 }
 
 /// A lock of an open file is in the way of all others.

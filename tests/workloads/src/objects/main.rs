@@ -21,6 +21,7 @@ use std::thread;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use nix::sched::CloneFlags;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::signal::{SigSet, Signal, raise};
@@ -87,6 +88,12 @@ enum Kind {
     UserNamespace,
     /// A child with a PID namespace of its own
     PidNamespace,
+    /// A child with a network namespace of its own
+    NetworkNamespace,
+    /// A child with a cgroup namespace of its own
+    CgroupNamespace,
+    /// A child with a time namespace of its own
+    TimeNamespace,
     /// A BPF map
     Bpf,
     /// A perf event
@@ -169,6 +176,30 @@ enum Kind {
     NotDumpable,
     /// A watch of /etc
     Watch,
+    /// A watch of a directory elsewhere
+    WatchElsewhere,
+    /// A watch of a directory that was removed
+    WatchWithoutName,
+    /// A watch of a file by fanotify
+    Fanotify,
+    /// A lease of a file
+    Lease,
+    /// An open directory
+    Directory,
+    /// A file of /proc about the process itself
+    ProcFile,
+    /// A Unix socket that listens, with a connection that waits
+    UnixListener,
+    /// The same, with a byte in the connection
+    UnixWaiting,
+    /// A descriptor on its way in a Unix socket
+    PassedDescriptor,
+    /// An epoll with a descriptor that has another number by now
+    EpollOfOther,
+    /// A periodic timer of setitimer(2)
+    IntervalTimer,
+    /// A terminal that its session has, opened as /dev/tty
+    Terminal,
     /// A POSIX message queue
     PosixQueue,
     /// The CPUs that it may use
@@ -245,12 +276,15 @@ fn make(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::IpcNamespace => child("--ipc"),
         Kind::UserNamespace => child("--user"),
         Kind::PidNamespace => child("--pid"),
+        Kind::NetworkNamespace => child("--net"),
         _ => make_other(kind, path),
     }
 }
 
 fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
     match kind {
+        Kind::CgroupNamespace => apart(CloneFlags::CLONE_NEWCGROUP, "cgroup"),
+        Kind::TimeNamespace => apart(kernel::NEW_TIME, "time_for_children"),
         Kind::Bpf => open(kernel::bpf_map()?),
         Kind::PerfEvent => open(kernel::perf_event()?),
         Kind::Userfaultfd => open(kernel::userfaultfd()?),
@@ -267,7 +301,22 @@ fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::Pty => files::pty(),
         Kind::PathOnly => files::path_only(path),
         Kind::SharedFile => files::shared(),
-        Kind::Watch => files::watch(),
+        Kind::Watch => files::watch(Path::new("/etc")),
+        Kind::WatchElsewhere => {
+            fs::create_dir(path)?;
+            files::watch(path)
+        }
+        Kind::WatchWithoutName => files::watch_of_removed(path),
+        Kind::Fanotify => files::fanotify(path),
+        Kind::Lease => locks::lease(path),
+        Kind::Directory => open(File::open("/etc")?.into()),
+        Kind::ProcFile => files::of_proc(),
+        Kind::UnixListener => files::listener(path),
+        Kind::UnixWaiting => files::never_accepted(path),
+        Kind::PassedDescriptor => files::passed(),
+        Kind::EpollOfOther => files::epoll_of_other(),
+        Kind::IntervalTimer => processes::interval_timer(),
+        Kind::Terminal => files::terminal(),
         Kind::PosixQueue => open(kernel::message_queue()?),
         Kind::SharedMemory => system_v::shared_memory(),
         Kind::Semaphore => system_v::semaphore(),
@@ -356,13 +405,23 @@ fn pidfd() -> io::Result<Look> {
 
 /// A child with a namespace of its own.
 fn child(option: &'static str) -> io::Result<Look> {
-    let mut child = waiting(Command::new("unshare").args([option, "--fork"]))?;
-    let namespaces = format!("/proc/{}/ns", child.id());
+    let child = waiting(Command::new("unshare").args([option, "--fork"]))?;
     let file = match option {
         "--mount" => "mnt",
         "--pid" => "pid_for_children",
         option => option.trim_start_matches('-'),
     };
+    in_namespace(child, file)
+}
+
+/// The same, where busybox has no option for it.
+fn apart(flag: CloneFlags, file: &'static str) -> io::Result<Look> {
+    let mut program = Command::new("env");
+    in_namespace(waiting(kernel::set_apart(&mut program, flag))?, file)
+}
+
+fn in_namespace(mut child: Child, file: &'static str) -> io::Result<Look> {
+    let namespaces = format!("/proc/{}/ns", child.id());
     // A PID namespace is not shown before its first process is there.
     let is_own = move || {
         let of = |namespaces: &str| fs::read_link(Path::new(namespaces).join(file)).ok();

@@ -13,7 +13,7 @@ use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
 use nix::unistd;
 
-use super::{INTERVAL, Look, PACE};
+use super::{INTERVAL, Look, PACE, kernel};
 
 /// It sends a signal between any two looks.
 pub(super) fn timer() -> io::Result<Look> {
@@ -31,6 +31,16 @@ pub(super) fn timer() -> io::Result<Look> {
         let _runs = &timer;
         Ok(file.read_signal()?.is_some())
     }))
+}
+
+/// As [`timer`], by setitimer(2).
+pub(super) fn interval_timer() -> io::Result<Look> {
+    let signals = SigSet::from(Signal::SIGALRM);
+    signals.thread_block()?;
+    let file = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK)?;
+    kernel::set_interval_timer(INTERVAL.subsec_micros().into())?;
+    thread::sleep(PACE);
+    Ok(Box::new(move || Ok(file.read_signal()?.is_some())))
 }
 
 pub(super) fn zombie() -> io::Result<Look> {

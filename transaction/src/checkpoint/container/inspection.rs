@@ -158,6 +158,7 @@ impl ContainerEffects<'_> {
             refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
             seccomp_agent: self.source().seccomp_agent,
+            scanned: self.progress.watched.clone(),
             ..Workload::default()
         };
         let request = look::Request::Check(Box::new(workload));
@@ -166,12 +167,13 @@ impl ContainerEffects<'_> {
             inherited,
             is_starting,
             link_remap,
+            watched,
             unix_sockets,
             ..
         } = self.look(request).await?;
         self.progress.is_starting = is_starting;
         (self.progress.inherited, self.progress.link_remap) = (inherited, link_remap);
-        self.progress.unix_sockets = unix_sockets;
+        (self.progress.unix_sockets, self.progress.watched) = (unix_sockets, watched);
         if left_out.count != std::mem::replace(&mut self.progress.omitted, left_out.count)
             && left_out.count > 0
         {
