@@ -39,6 +39,7 @@ import ranks
 import released
 import samples
 import served
+import shared
 import slices
 import straggler
 import traps
@@ -206,7 +207,7 @@ def known_cases(args):
         *cases.all_cases(sizes, args.mib), *moves.all_cases(args.mib), *ranks.all_cases(), samples.case(), served.case(),
         *job_cases.all_cases(), *hook_cases.all_cases(), kills.case(args.kill_gib), kills.often_case(args.kill_rounds), *patient.all_cases(args.patient_gib, args.mib),
         *pauses.all_cases(args), *slices.all_cases(args), *live_moves.all_cases(args), *released.all_cases(), *peer.all_cases(args),
-        *clients.all_cases(args), *traps.all_cases(args), *straggler.all_cases(args),
+        *clients.all_cases(args), *traps.all_cases(args), *straggler.all_cases(args), *shared.all_cases(),
     ]
 
 

@@ -57,15 +57,21 @@ def waited_for(setup, end, record, name, count, rounds):
                 raise Failed(f"checkpoint {each + 1} of {rounds} failed: {done.stderr.strip()}; {source.timings()}")
             locks.append(source.timings().get("gpu-lock"))
             shutil.rmtree(directory)
-            next_step = max(cases.losses(source.lines())) + 2
-            end.until("the job to continue", lambda: cases.reached(source, next_step), 60)
+            go_on(source, end, 2)
         record["worker_locks_ms"] = worker_locks(setup, source, end)
-        next_step = max(cases.losses(source.lines())) + 5
-        end.until("the job to continue", lambda: cases.reached(source, next_step), 60)
+        go_on(source, end, 5)
         check(reference, cases.losses(source.lines()), record)
     finally:
         record["table"] = table(name, record)
         cases.clean_up(setup, [source], directories=[directory])
+
+
+def go_on(source, end, steps):
+    """Wait until the job has made so many more steps."""
+    following = max(cases.losses(source.lines())) + steps
+    end.until("the job to continue", lambda: source.has_ended() or cases.reached(source, following), 60)
+    if source.has_ended():
+        raise Failed("the job has ended: " + "; ".join(source.lines()[-20:]))
 
 
 def check(reference, seen, record):

@@ -2,8 +2,8 @@
 //! restore.
 
 use firn_config::Config;
-use firn_gpu::{Gpu, Inventory, SourceGpu, Topology};
-use firn_host::{Problem, ProblemLine, ProblemReport};
+use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu, Topology};
+use firn_host::{Problem, ProblemLine, ProblemReport, procfs};
 use firn_oci::{GpuRequest, Rules, Spec};
 use firn_preflight::{Assertions, Finding, LostSettings, Node, Outcome, Refusal, Workload};
 use firn_remap::plan::{MapPolicy, PlanRequest, plan};
@@ -95,6 +95,11 @@ const FINDINGS: [Topic; 11] = [
     ),
 ];
 
+/// What the driver makes of a GPU with several processes (docs/evidence/gpu-runs.md).
+const UNINTERRUPTED: &str = "After a checkpoint or restore the driver interrupts no kernel of this \
+    container for the others: they wait until it ends, and after some 5 s of that the driver ends its \
+    process (Xid 109)";
+
 const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
 const PEERS: &str = "peer_access";
@@ -105,7 +110,7 @@ const OBJECTS: [Topic; 3] = [
     Topic("seccomp_agent", BUNDLE_SPEC),
     Topic(
         "objects_without_a_copy",
-        "/proc/PID/fd, fdinfo, maps, ns and net/icmp",
+        "/proc/PID/fd, fdinfo, maps, ns, net/icmp and root, unix_diag",
     ),
 ];
 
@@ -297,6 +302,24 @@ impl Signals {
         if !lost.is_empty() {
             signal.certainty = Certainty::Certain;
             signal.detail = text::some_of("", lost.iter().map(shown).collect());
+        }
+    }
+
+    /// GPUs with several processes, of which the subject has one. Nothing is refused for them.
+    pub fn of_shared_gpus(&mut self, shared: Option<&[(GpuUuid, Vec<i32>)]>) {
+        let signal = self.add("processes_that_share_a_gpu", "NVML", None);
+        let shown = |(gpu, pids): &(GpuUuid, Vec<i32>)| {
+            let processes = pids.iter().map(|pid| format!("{pid} ({})", procfs::comm(*pid)));
+            format!("{gpu}: processes {}", processes.collect::<Vec<_>>().join(", "))
+        };
+        match shared {
+            None => signal.detail = "which processes have memory of a GPU cannot be read here".to_owned(),
+            Some([]) => {}
+            Some(shared) => {
+                signal.certainty = Certainty::Certain;
+                let shown = text::some_of("", shared.iter().map(shown).collect());
+                signal.detail = format!("{shown}. {UNINTERRUPTED}");
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! The audit of a container or of processes outside of a container.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::thread::sleep;
@@ -8,9 +9,9 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use firn_config::{Bulk, Config, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
-use firn_gpu::{Inventory, SourceGpu};
+use firn_gpu::{GpuUuid, Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
-use firn_oci::criu_config::{users_external_unix, users_link_remap, users_tcp};
+use firn_oci::criu_config::{users_external_unix, users_link_remap, users_scanned, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
     Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
@@ -60,6 +61,9 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     }
     let (nvidia, workload, outcome) = checked(&subject, nvidia, args, config)?;
     signals.of_workload(&workload, &outcome);
+    if let Some(nvidia) = &nvidia {
+        signals.of_shared_gpus(nvidia.shared_gpus(config).as_deref());
+    }
     signals.of_settings(&lost_settings(&subject.tree, cpus(subject.init).as_deref()));
     report(subject, nvidia, args, signals)
 }
@@ -141,6 +145,25 @@ impl Nvidia {
         Ok(())
     }
 
+    /// The GPUs that processes of the subject share with each other or with others, each with all its
+    /// processes; none if that is not known.
+    fn shared_gpus(&self, config: &Config) -> Option<Vec<(GpuUuid, Vec<i32>)>> {
+        let mut users: BTreeMap<GpuUuid, Vec<i32>> = BTreeMap::new();
+        if self.cuda.is_empty() {
+            return Some(Vec::new());
+        }
+        for process in program::discover(config, &procfs::all()).ok()? {
+            for uuid in process.gpu_memory.into_keys() {
+                users.entry(uuid).or_default().push(process.pid);
+            }
+        }
+        let is_own = |pids: &Vec<i32>| pids.iter().any(|pid| self.cuda.contains(pid));
+        // In some virtual machines NVML lists no memory of a process.
+        users.values().any(is_own).then_some(())?;
+        let is_shared = |pids: &Vec<i32>| pids.len() > 1 && is_own(pids);
+        Some(users.into_iter().filter(|(_, pids)| is_shared(pids)).collect())
+    }
+
     fn bytes_of(&self, pid: i32) -> Option<u64> {
         let process = self.processes.iter().find(|process| process.pid == pid)?;
         let memory = &process.gpu_memory;
@@ -197,6 +220,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             )
         }),
         objects: true,
+        scanned: spec.map_or_else(Vec::new, |spec| users_scanned(spec, subject.bundle.as_deref())),
         seccomp_agent: spec.is_some_and(Spec::has_seccomp_agent),
         inherited: subject
             .bundle

@@ -1,3 +1,5 @@
+use std::str::FromStr;
+
 use firn_preflight::fixtures::refusals;
 use firn_preflight::{Capacity, Certainty as Found, OtherVendors};
 
@@ -157,4 +159,22 @@ fn the_audit_shows_what_create_would_do_with_a_hook() {
     assert!(detail("void", &config).contains("no devices"));
     config.create.hooks = firn_config::Conversion::Keep;
     assert!(detail("0", &config).contains("[create] hooks"));
+}
+
+#[test]
+fn a_gpu_with_several_processes_is_named_and_refuses_nothing() {
+    let mut signals = Signals::default();
+    signals.of_shared_gpus(Some(&[]));
+    assert!(signals.all[0].is_quiet());
+    let gpu = GpuUuid::from_str("GPU-11111111-2222-3333-4444-555555555555").unwrap();
+    let me = i32::try_from(std::process::id()).unwrap();
+    signals.of_shared_gpus(Some(&[(gpu, vec![me, i32::MAX])]));
+    signals.of_shared_gpus(None);
+    assert!(signals.all[2].detail.contains("cannot be read"));
+    let signal = &signals.all[1];
+    assert_eq!(signal.certainty, Certainty::Certain);
+    assert!(signal.detail.starts_with(&format!(
+        "GPU-11111111-2222-3333-4444-555555555555: processes {me} ("
+    )));
+    assert_eq!(signals.verdict(), Verdict::Can);
 }
