@@ -383,10 +383,13 @@ fn option(line: &str) -> &str {
 
 /// The text of a path, if it can be a value in CRIU's configuration files. CRIU ends a value at `#` and at a
 /// blank. Quotes would permit blanks only, and CRIU does not parse them reliably.
-fn checked(path: &Path) -> Result<&str, CriuError> {
+pub fn value(path: &Path) -> Option<&str> {
     let unfit = |c: char| matches!(c, '"' | '\\' | '#') || c.is_control() || c.is_whitespace();
-    let text = path.to_str().filter(|text| !text.contains(unfit));
-    text.ok_or_else(|| CriuError::Path {
+    path.to_str().filter(|text| !text.contains(unfit))
+}
+
+fn checked(path: &Path) -> Result<&str, CriuError> {
+    value(path).ok_or_else(|| CriuError::Path {
         path: path.to_owned(),
     })
 }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use firn_host::mountinfo::{self, MountEntry};
 use firn_host::{FileId, bounded, open_below, proc_maps};
+use firn_oci::criu_config;
 use nix::fcntl::{OFlag, ResolveFlag};
 use nix::sys::stat::makedev;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
@@ -38,8 +39,9 @@ const MOST: usize = 500_000;
 const MOST_BYTES: usize = 64 << 20;
 const MOST_WATCHES: usize = 100_000;
 
-/// Most bytes of paths that CRIU's configuration gets.
+/// Most bytes of paths that CRIU's configuration gets, and of one of them.
 const MOST_PATHS: usize = 32 << 10;
+const LONGEST: usize = 4000;
 
 /// `CAP_SYS_ADMIN` in a set of capabilities.
 const SYS_ADMIN: u64 = 1 << 21;
@@ -87,24 +89,22 @@ pub(super) fn inspect(
         return Ok((Vec::new(), refusals));
     }
     announce();
-    let known = match lookup {
-        Lookup::ByFirn(known) => known,
-        Lookup::ByCriu(_) => &[],
+    let (known, named) = match lookup {
+        Lookup::ByFirn(known) => (known, None),
+        Lookup::ByCriu(named) => (&[][..], Some(named)),
     };
-    let found = paths(
-        &process.join("root"),
-        watches.files.keys().copied().collect(),
-        known,
-    );
-    let scanned = match lookup {
-        Lookup::ByFirn(_) => scannable(&found, &mounts),
-        Lookup::ByCriu(named) => found
-            .values()
-            .filter(|path| is_seen(path, named))
-            .cloned()
-            .collect(),
+    let wanted = watches.files.keys().copied().collect();
+    let found = paths(&process.join("root"), wanted, known);
+    let places = Places {
+        mounts: &mounts,
+        named,
     };
-    let is_lost = |file: &FileId| found.get(file).is_none_or(|path| !scanned.contains(path));
+    let scanned = places.scanned(found.values());
+    let is_lost = |file: &FileId| {
+        found
+            .get(file)
+            .is_none_or(|path| !places.leads_to(&scanned, path))
+    };
     let lost = watches.files.iter().find(|(file, _)| is_lost(file));
     refusals.extend(lost.map(|(_, at)| refusal(Object::Watch, *at)));
     Ok((scanned, refusals))
@@ -270,47 +270,69 @@ fn paths(root: &Path, wanted: BTreeSet<FileId>, known: &[PathBuf]) -> BTreeMap<F
     search.found
 }
 
-/// Whether CRIU finds it by itself, or in the places that the user names. Of the root it knows the directory
-/// alone.
+/// Where CRIU can look. It looks at all that is below a directory, also on other mounts, before it comes to
+/// the next one.
+struct Places<'a> {
+    mounts: &'a [MountEntry],
+    /// The user's, if firn does not configure CRIU.
+    named: Option<&'a [PathBuf]>,
+}
+
+impl Places<'_> {
+    /// Those of these files, in the order in which CRIU should look at them: the deepest are first, and one
+    /// that has mounts below can only be the last.
+    fn scanned<'p>(&self, found: impl Iterator<Item = &'p PathBuf>) -> Vec<PathBuf> {
+        if let Some(named) = self.named {
+            return found.filter(|path| is_seen(path, named)).cloned().collect();
+        }
+        let plain = found.filter(|path| *path != Path::new("/") && is_plain(path));
+        let (mut with, mut without): (Vec<_>, Vec<_>) =
+            plain.cloned().partition(|path| self.have_below(path));
+        let bytes = |paths: &[PathBuf]| paths.iter().map(|path| path.as_os_str().len()).sum::<usize>();
+        if bytes(&without) > MOST_PATHS {
+            without = topmost(without);
+        }
+        without.sort_by_key(|path| Reverse(path.components().count()));
+        with.truncate(1);
+        without.append(&mut with);
+        let mut left = MOST_PATHS;
+        without.retain(|path| {
+            let rest = left.checked_sub(path.as_os_str().len());
+            left = rest.unwrap_or(left);
+            rest.is_some()
+        });
+        without
+    }
+
+    /// Whether CRIU finds a file where it looks in these. Of the root it knows the directory alone.
+    fn leads_to(&self, scanned: &[PathBuf], path: &Path) -> bool {
+        let is_in = |place: &PathBuf| path == place || (path.starts_with(place) && !self.have_below(place));
+        path == Path::new("/") || scanned.iter().any(is_in)
+    }
+
+    /// Whether there are mounts below a directory.
+    fn have_below(&self, path: &Path) -> bool {
+        let mut points = self.mounts.iter().map(|mount| &mount.mount_point);
+        points.any(|point| point != path && point.starts_with(path))
+    }
+}
+
+/// Whether CRIU finds it by itself, or in the places that the user names.
 fn is_seen(path: &Path, named: &[PathBuf]) -> bool {
-    let places = CRIUS.iter().map(Path::new).chain(named.iter().map(|dir| &**dir));
-    path == Path::new("/") || places.into_iter().any(|dir| path.starts_with(dir))
+    let mut places = CRIUS.iter().map(Path::new).chain(named.iter().map(|dir| &**dir));
+    path == Path::new("/") || places.any(|dir| path.starts_with(dir))
 }
 
-/// Those that CRIU's configuration can have, in the order in which CRIU should look at them. It looks at all
-/// that is below a directory, also on other mounts, before it comes to the next one: the deepest are first,
-/// and one that has mounts below can only be the last.
-fn scannable(found: &BTreeMap<FileId, PathBuf>, mounts: &[MountEntry]) -> Vec<PathBuf> {
-    let root = Path::new("/");
-    let has_mounts = |path: &Path| {
-        let mut points = mounts.iter().map(|mount| &mount.mount_point);
-        path != root && points.any(|point| point != path && point.starts_with(path))
-    };
-    let (mut with, mut without): (Vec<&PathBuf>, Vec<&PathBuf>) = found
-        .values()
-        .filter(|path| is_plain(path))
-        .partition(|path| has_mounts(path));
-    without.sort_by_key(|path| Reverse(path.components().count()));
-    with.truncate(1);
-    let mut bytes = MOST_PATHS;
-    let has_room = |path: &&PathBuf| {
-        let rest = bytes.checked_sub(path.as_os_str().len());
-        bytes = rest.unwrap_or(bytes);
-        rest.is_some()
-    };
-    without
-        .into_iter()
-        .chain(with)
-        .filter(has_room)
-        .cloned()
-        .collect()
+/// Those below no other.
+fn topmost(mut paths: Vec<PathBuf>) -> Vec<PathBuf> {
+    paths.sort();
+    paths.dedup_by(|path, above| path.starts_with(above));
+    paths
 }
 
-/// Whether CRIU's configuration can have it.
+/// Whether CRIU's configuration can have it, and CRIU can open it.
 fn is_plain(path: &Path) -> bool {
-    let unfit = |c: char| matches!(c, '"' | '\\' | '#') || c.is_control() || c.is_whitespace();
-    path.to_str()
-        .is_some_and(|path| !path.contains(unfit) && path.len() < 4000)
+    criu_config::value(path).is_some_and(|path| path.len() < LONGEST)
 }
 
 #[cfg(test)]
@@ -362,45 +384,64 @@ mod tests {
         );
     }
 
-    fn found(paths: &[&str]) -> BTreeMap<FileId, PathBuf> {
-        let file = |inode| FileId::new(7, inode);
-        (1..).map(file).zip(paths.iter().map(PathBuf::from)).collect()
+    fn mounts(points: &[&str]) -> Vec<MountEntry> {
+        let mount = |point: &&str| MountEntry {
+            mount_point: point.into(),
+            ..MountEntry::default()
+        };
+        points.iter().map(mount).collect()
+    }
+
+    fn paths_of(paths: &[&str]) -> Vec<PathBuf> {
+        paths.iter().map(PathBuf::from).collect()
     }
 
     #[test]
     fn directories_with_mounts_are_looked_at_last() {
-        let mounts = |points: &[&str]| {
-            let mount = |point: &&str| MountEntry {
-                mount_point: point.into(),
-                ..MountEntry::default()
+        let found = paths_of(&["/a", "/work", "/a/b/c", "/", "/with blank", "/a#b", "/other"]);
+        for (points, expected) in [
+            (
+                &["/", "/workload", "/other"][..],
+                &["/a/b/c", "/a", "/work", "/other"][..],
+            ),
+            (&["/", "/a/data"], &["/a/b/c", "/work", "/other", "/a"]),
+            // CRIU would read a volume for each of the files that it does not find there.
+            (&["/a/data", "/work/data"], &["/a/b/c", "/other", "/a"]),
+        ] {
+            let mounts = mounts(points);
+            let places = Places {
+                mounts: &mounts,
+                named: None,
             };
-            points.iter().map(mount).collect::<Vec<_>>()
-        };
-        let paths = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
-        let found = found(&["/a", "/work", "/a/b/c", "/", "/with blank", "/a#b", "/other"]);
-        let expected = paths(&["/a/b/c", "/a", "/work", "/other", "/"]);
-        assert_eq!(
-            scannable(&found, &mounts(&["/", "/workload", "/other"])),
-            expected
-        );
-        let expected = paths(&["/a/b/c", "/work", "/other", "/", "/a"]);
-        assert_eq!(scannable(&found, &mounts(&["/", "/a/data"])), expected);
-        // CRIU would read a volume for each of the files that it does not find there.
-        let expected = paths(&["/a/b/c", "/other", "/", "/a"]);
-        assert_eq!(scannable(&found, &mounts(&["/a/data", "/work/data"])), expected);
+            let scanned = places.scanned(found.iter());
+            assert_eq!(scanned, paths_of(expected));
+            assert!(places.leads_to(&scanned, Path::new("/")));
+            assert!(!places.leads_to(&scanned, Path::new("/with blank")));
+            // By the directory above it, where that has no volumes.
+            let has_volumes = points.contains(&"/a/data");
+            assert_eq!(
+                places.leads_to(&scanned, Path::new("/a/with blank")),
+                !has_volumes
+            );
+        }
     }
 
     #[test]
     fn the_configuration_of_criu_stays_short() {
-        let long: Vec<String> = (100..300)
-            .map(|n| format!("/{}", format!("{n}").repeat(100)))
-            .collect();
-        let found = found(&long.iter().map(String::as_str).collect::<Vec<_>>());
-        let bytes: usize = scannable(&found, &[])
-            .iter()
-            .map(|path| path.as_os_str().len())
-            .sum();
+        let places = Places {
+            mounts: &[],
+            named: None,
+        };
+        let long = (100..300).map(|n| PathBuf::from(format!("/{}", format!("{n}").repeat(100))));
+        let scanned = places.scanned(long.collect::<Vec<_>>().iter());
+        let bytes: usize = scanned.iter().map(|path| path.as_os_str().len()).sum();
         assert!(bytes <= MOST_PATHS && bytes > MOST_PATHS - 400, "{bytes}");
+        // Who watches all of a tree watches its top.
+        let mut tree: Vec<_> = (0..10_000).map(|n| PathBuf::from(format!("/app/{n}"))).collect();
+        tree.extend(paths_of(&["/app", "/apps"]));
+        let scanned = places.scanned(tree.iter());
+        assert_eq!(scanned, paths_of(&["/app", "/apps"]));
+        assert!(tree.iter().all(|path| places.leads_to(&scanned, path)));
     }
 
     #[test]

@@ -73,8 +73,9 @@ const MOVES: [Object<'_>; 52] = [
 ];
 
 /// They move where firn configures CRIU: with a GPU.
-pub(super) const WATCHES: [Object<'_>; 2] = [
+pub(super) const WATCHES: [Object<'_>; 3] = [
     ("watch-elsewhere", "inotify of another directory", &[]),
+    ("watch-tree", "inotify of 2,000 directories of a tree", &[]),
     ("fanotify", "fanotify of a file", SYS_ADMIN),
 ];
 

@@ -192,11 +192,27 @@ pub(super) fn shared() -> io::Result<Look> {
     }))
 }
 
+pub(super) fn watch_etc() -> io::Result<Look> {
+    let inotify = Inotify::init(InitFlags::IN_NONBLOCK)?;
+    watch(inotify, Path::new("/etc"))
+}
+
+/// As [`watch_etc`], of a directory that is made, after so many directories in it.
+pub(super) fn watch_made(directory: &Path, count: usize) -> io::Result<Look> {
+    let inotify = Inotify::init(InitFlags::IN_NONBLOCK)?;
+    fs::create_dir(directory)?;
+    for number in 0..count {
+        let below = directory.join(number.to_string());
+        fs::create_dir(&below)?;
+        inotify.add_watch(&below, AddWatchFlags::IN_CREATE)?;
+    }
+    watch(inotify, directory)
+}
+
 /// A change is reported. CRIU leaves out events that nobody has read, so a look tries twice. A directory is
 /// never open.
-pub(super) fn watch(directory: &Path) -> io::Result<Look> {
+fn watch(inotify: Inotify, directory: &Path) -> io::Result<Look> {
     let made = directory.join("object");
-    let inotify = Inotify::init(InitFlags::IN_NONBLOCK)?;
     inotify.add_watch(directory, AddWatchFlags::IN_CREATE)?;
     let is_reported = move || {
         if made.exists() {

@@ -178,6 +178,8 @@ enum Kind {
     Watch,
     /// A watch of a directory elsewhere
     WatchElsewhere,
+    /// A watch of every directory of a tree
+    WatchTree,
     /// A watch of a directory that was removed
     WatchWithoutName,
     /// A watch of a file by fanotify
@@ -301,11 +303,9 @@ fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::Pty => files::pty(),
         Kind::PathOnly => files::path_only(path),
         Kind::SharedFile => files::shared(),
-        Kind::Watch => files::watch(Path::new("/etc")),
-        Kind::WatchElsewhere => {
-            fs::create_dir(path)?;
-            files::watch(path)
-        }
+        Kind::Watch => files::watch_etc(),
+        Kind::WatchElsewhere => files::watch_made(path, 0),
+        Kind::WatchTree => files::watch_made(path, 2000),
         Kind::WatchWithoutName => files::watch_of_removed(path),
         Kind::Fanotify => files::fanotify(path),
         Kind::Lease => locks::lease(path),
