@@ -1,6 +1,7 @@
 //! A directory of a node on a file system that can be made to hang: the program `stall-fs`
 //! (tests/workloads/src/stall.rs).
 
+use std::io::Read;
 use std::process::Child;
 use std::time::Duration;
 
@@ -53,6 +54,16 @@ impl<'h> StallFs<'h> {
 
 impl Drop for StallFs<'_> {
     fn drop(&mut self) {
+        // Whoever uses it then sees a broken connection and not why.
+        if let Ok(Some(status)) = self.server.try_wait() {
+            let mut text = String::new();
+            let _read = self
+                .server
+                .stderr
+                .take()
+                .map(|mut errors| errors.read_to_string(&mut text));
+            eprintln!("stall-fs of {} ended by itself: {status}: {text}", self.point);
+        }
         let _ = self.server.kill();
         let _ = self.server.wait();
         let _ = self.host.node().run(&["umount", "--lazy", &self.point]);

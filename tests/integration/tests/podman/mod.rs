@@ -288,14 +288,15 @@ fn a_killed_restore_leaves_nothing(platform: Platform) -> Result<()> {
                 let is_restored = podman.processes("gpu-counter") == 1;
                 Ok((podman.is_noted() && is_restored && podman.processes("firn-gpu") == 1).then_some(()))
             })?;
+            // conmon, once the restored process is gone, calls firn-runc, which removes the note.
+            let id = podman.notes().pop().context("there is no note")?;
             podman.kill(both)?;
             if both {
                 // conmon reads from a pipe that the restored process has, and podman waits for conmon. For a
                 // container that it has not restored podman does not call its runtime.
                 client.kill()?;
                 client.wait()?;
-                let id = podman.notes().pop().context("there is no note")?;
-                // conmon, once the restored process is gone, calls it too, and runc may fail if both delete.
+                // runc may fail if both delete.
                 wait_for("the container's removal", LIMIT, || {
                     let deleted = node.node().run(&[FIRN_RUNC, "delete", "--force", &id]);
                     Ok(deleted.ok())

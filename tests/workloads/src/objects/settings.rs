@@ -39,7 +39,9 @@ fn set(kind: Kind) -> io::Result<()> {
         Kind::Umask => {
             umask(Mode::from_bits_truncate(0o035));
         }
-        Kind::Limit => setrlimit(Resource::RLIMIT_NOFILE, 100, 200)?,
+        // CRIU's code sends descriptors from this process, and the kernel counts what all processes of its
+        // user have on their way, also those of other dumps: beyond the limit it sends none.
+        Kind::Limit => setrlimit(Resource::RLIMIT_NOFILE, 1000, 1001)?,
         Kind::Ignored => kernel::ignore(Signal::SIGUSR2)?,
         Kind::SeccompFilter => kernel::seccomp_filter()?,
         Kind::NotDumpable => prctl::set_dumpable(false)?,
