@@ -95,19 +95,24 @@ fn link_in_the_way(file: &DeletedName) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use std::fs::{self, File};
+    use std::process::{Command, Stdio};
 
     use super::*;
 
+    /// A child has the file: other tests look at this process, too. It ends with its standard input.
     #[test]
     fn only_files_in_the_containers_own_tmpfs_are_in_the_image() {
         let dir = tempfile::tempdir().unwrap();
         let (deleted, other) = (dir.path().join("deleted"), dir.path().join("other"));
-        let _open = File::create(&deleted).unwrap();
+        let file = File::create(&deleted).unwrap();
+        // Nothing but the child keeps it.
+        let child = Command::new("cat").stdin(Stdio::piped()).stdout(file).spawn();
+        let mut child = child.unwrap();
         fs::hard_link(&deleted, &other).unwrap();
         fs::remove_file(&deleted).unwrap();
-        let me = i32::try_from(std::process::id()).unwrap();
-        let mine = DeletedName::of_process(me).into_iter();
-        let mine: Vec<_> = mine.filter(|file| file.path == deleted).collect();
+        let pid = i32::try_from(child.id()).unwrap();
+        let its = DeletedName::of_process(pid).into_iter();
+        let its: Vec<_> = its.filter(|file| file.path == deleted).collect();
         let mount = |id, root: &str, fs_type: &str| MountEntry {
             id,
             root: root.into(),
@@ -115,9 +120,9 @@ mod tests {
             fs_type: fs_type.into(),
             ..MountEntry::default()
         };
-        let id = mine[0].mount;
+        let id = its[0].mount;
         let tmpfs = ["/dev".into(), "/dev/shm".into()];
-        let is_in = |mount, tmpfs: &[PathBuf]| is_in_image(&mine[0], &[mount], tmpfs);
+        let is_in = |mount, tmpfs: &[PathBuf]| is_in_image(&its[0], &[mount], tmpfs);
         assert_eq!(is_in(mount(id, "/", "tmpfs"), &tmpfs), Some(true));
         let bind = is_in(mount(id, "/", "tmpfs"), &tmpfs[..1]);
         assert_eq!(bind, Some(false), "a tmpfs of the host");
@@ -126,14 +131,16 @@ mod tests {
         assert_eq!(is_in(mount(id + 1, "/", "tmpfs"), &tmpfs), None);
         assert_eq!(is_in(mount(id, "/", "proc"), &tmpfs), None);
         assert!(
-            !inspect(me, &[me], &tmpfs, true).unwrap(),
+            !inspect(pid, &[pid], &tmpfs, true).unwrap(),
             "it is on no such mount"
         );
-        assert!(!inspect(me, &[i32::MAX], &tmpfs, false).unwrap());
-        let refusal = inspect(me, &[me], &tmpfs, false).unwrap_err();
+        assert!(!inspect(pid, &[i32::MAX], &tmpfs, false).unwrap());
+        let refusal = inspect(pid, &[pid], &tmpfs, false).unwrap_err();
         assert!(
             refusal.to_string().contains(&*deleted.to_string_lossy()),
             "{refusal}"
         );
+        drop(child.stdin.take());
+        child.wait().unwrap();
     }
 }
