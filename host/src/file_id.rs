@@ -26,12 +26,20 @@ impl FileId {
         Self { device, inode }
     }
 
+    /// The same of the two numbers of its device, as statx(2) has them.
+    pub fn of_numbers(major: u64, minor: u64, inode: u64) -> Self {
+        Self::new(makedev(major, minor), inode)
+    }
+
     /// The same of numbers in text: `00:1a` (major and minor number, hexadecimal) and a decimal inode.
     pub(crate) fn parse(device: &str, inode: &str) -> Option<Self> {
         let (major, minor) = device.split_once(':')?;
         let number = |digits| u64::from_str_radix(digits, 16).ok();
-        let device = makedev(number(major)?, number(minor)?);
-        Some(Self::new(device, inode.parse().ok()?))
+        Some(Self::of_numbers(
+            number(major)?,
+            number(minor)?,
+            inode.parse().ok()?,
+        ))
     }
 
     /// Whether it is on the device with this number.

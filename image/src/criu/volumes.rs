@@ -18,7 +18,7 @@ use firn_oci::mounts::RequiredMount;
 use firn_oci::{Spec, SpecError, SpecMount};
 use nix::errno::Errno;
 use nix::fcntl::{OFlag, ResolveFlag, open};
-use nix::sys::stat::{Mode, makedev};
+use nix::sys::stat::Mode;
 use rustix::fs::{AtFlags, CWD, FileType, Statx, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 
@@ -76,9 +76,14 @@ impl VolumeFile {
         let is_named = is_regular(&file) && file.stx_nlink > 0;
         let written = u64::try_from(file.stx_mtime.tv_sec).ok().map(Duration::from_secs);
         let is_quiet = written.is_some_and(|written| UNIX_EPOCH + written + QUIET < SystemTime::now());
-        let device = makedev(file.stx_dev_major.into(), file.stx_dev_minor.into());
+        let (major, minor) = (file.stx_dev_major.into(), file.stx_dev_minor.into());
         let size = (!is_written && is_quiet).then_some(file.stx_size);
-        is_named.then(|| (FileId::new(device, file.stx_ino), Self { path, size }))
+        is_named.then(|| {
+            (
+                FileId::of_numbers(major, minor, file.stx_ino),
+                Self { path, size },
+            )
+        })
     }
 }
 
@@ -108,14 +113,14 @@ impl Volumes {
     /// The files in them that processes have open or mapped now. A process, or a file of it, may be gone
     /// meanwhile.
     fn open_files(&self, pids: &[i32]) -> BTreeMap<PathBuf, (FileId, VolumeFile)> {
-        let (mut found, mut left) = (BTreeMap::new(), MOST_BYTES);
+        let mut found: BTreeMap<PathBuf, (FileId, VolumeFile)> = BTreeMap::new();
+        let mut left = MOST_BYTES;
         for &pid in pids {
             let is_wanted = |path: &Path| !procfs::is_deleted(path) && self.mount_of(path).is_some();
             let named = procfs::named_files(pid, is_wanted);
             for (id, file) in named.filter_map(|(entry, path)| VolumeFile::behind(&entry, path)) {
                 let bytes = file.path.as_os_str().len();
                 if let Some((_, known)) = found.get_mut(&file.path) {
-                    let known: &mut VolumeFile = known;
                     known.size = known.size.and(file.size);
                 } else if let Some(rest) = left.checked_sub(bytes) {
                     left = rest;

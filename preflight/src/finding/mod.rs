@@ -62,7 +62,7 @@ mod tests;
 mod unix_sockets;
 mod watches;
 
-pub(crate) use watches::Lookup;
+pub(crate) use watches::{Lookup, inspect as watches};
 
 pub use connections::Connection;
 pub(crate) use connections::Line as SocketLine;
@@ -188,18 +188,6 @@ pub(crate) fn objects(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec
         .chain(objects)
         .chain(waiting)
         .collect())
-}
-
-/// Where CRIU finds the files that the processes watch, and why a watch refuses a checkpoint. Calls
-/// `announce` before it looks at files.
-pub(crate) fn watches(
-    proc_root: &Path,
-    init: i32,
-    dumped: &[i32],
-    lookup: Lookup<'_>,
-    announce: impl Fn(),
-) -> Result<(Vec<PathBuf>, Vec<Refusal>), Unreadable> {
-    watches::inspect(proc_root, init, dumped, lookup, announce)
 }
 
 /// Why a container with this first process is not dumped, whoever dumps it: nothing could restore it.

@@ -210,9 +210,7 @@ pub(super) fn waiting(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, 
 
 fn waiting_now(proc_root: &Path, dumped: &[i32]) -> Result<Holders, Unreadable> {
     let (mut held, sockets) = held_sockets(proc_root, dumped)?;
-    let listening = sockets.iter().filter(|socket| socket.state == LISTEN);
-    let listening = listening.filter(|socket| held.contains_key(&socket.inode));
-    let pending = set_of(listening.flat_map(|socket| socket.pending.iter().copied()));
+    let pending = pending(&held, &sockets);
     let has_bytes = |socket: &&Diag| pending.contains(&socket.inode) && socket.unread > 0;
     // In the place of a client that has closed its end there is no inode.
     let has_closed = |socket: &&Diag| socket.state == LISTEN && socket.pending.contains(&0);
@@ -252,14 +250,19 @@ fn sockets(proc_root: &Path, pids: &[i32]) -> Result<Vec<Diag>, Unreadable> {
     Ok(sockets)
 }
 
-/// Which of the sockets that dumped processes have lead outside.
-fn judge(held: &Holders, sockets: &[Diag]) -> Vec<(u32, Kind, OtherEnd)> {
-    let known = map_of(sockets.iter().map(|socket| (socket.inode, socket)));
+/// The clients that wait for a server among the processes.
+fn pending(held: &Holders, sockets: &[Diag]) -> BTreeSet<u32> {
     let listening = sockets.iter().filter(|socket| {
         let is_held = held.contains_key(&socket.inode);
         is_held && socket.state == LISTEN
     });
-    let pending = set_of(listening.flat_map(|socket| socket.pending.iter().copied()));
+    set_of(listening.flat_map(|socket| socket.pending.iter().copied()))
+}
+
+/// Which of the sockets that dumped processes have lead outside.
+fn judge(held: &Holders, sockets: &[Diag]) -> Vec<(u32, Kind, OtherEnd)> {
+    let known = map_of(sockets.iter().map(|socket| (socket.inode, socket)));
+    let pending = pending(held, sockets);
     let judge_one = |&inode: &u32| {
         let Some(socket) = known.get(&inode) else {
             return Some((inode, Kind::Stream, OtherEnd::Unseen));

@@ -66,7 +66,7 @@ pub(crate) enum Lookup<'a> {
 
 /// Paths of the watched files of the container with this first process, in it, and why a watch refuses a
 /// checkpoint. Calls `announce` before it looks at files.
-pub(super) fn inspect(
+pub(crate) fn inspect(
     proc_root: &Path,
     init: i32,
     dumped: &[i32],
@@ -168,19 +168,17 @@ fn watched(line: &[u8]) -> Option<FileId> {
     };
     let (inode, device) = (number("ino:")?, number("sdev:")?);
     // The kernel's own form of a device: twenty bits of the minor number.
-    let device = makedev(device >> 20, device & 0xf_ffff);
-    ["inotify", "fanotify"]
-        .contains(&kind)
-        .then(|| FileId::new(device, inode))
+    let file = FileId::of_numbers(device >> 20, device & 0xf_ffff, inode);
+    ["inotify", "fanotify"].contains(&kind).then_some(file)
 }
 
 /// What a path leads to, without a question to a file server: the file, and whether it is a directory.
 fn file_at(path: &Path) -> Option<(FileId, bool)> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
     let found = statx(CWD, path, flags, StatxFlags::TYPE | StatxFlags::INO).ok()?;
-    let device = makedev(found.stx_dev_major.into(), found.stx_dev_minor.into());
+    let (major, minor) = (found.stx_dev_major.into(), found.stx_dev_minor.into());
     let is_dir = FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory;
-    Some((FileId::new(device, found.stx_ino), is_dir))
+    Some((FileId::of_numbers(major, minor, found.stx_ino), is_dir))
 }
 
 /// A search below the root of a container, which may rename files meanwhile. No link and no mount is
