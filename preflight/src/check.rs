@@ -238,6 +238,12 @@ impl<'a> Run<'a> {
         asserted.filter(|_| !self.workload.pause)
     }
 
+    /// What CRIU's user has set, for a container that CRIU dumps without firn's rules.
+    fn dump_by_criu(&self) -> Option<&'a Assertions> {
+        let set = self.workload.by_criu.as_ref();
+        set.filter(|_| !self.workload.pause)
+    }
+
     /// Also processes that CRIU leaves out: they would keep the device from whoever gets it next.
     fn held_devices(&mut self) -> Result<(), CheckError> {
         if !self.is_device_free() {
@@ -267,23 +273,22 @@ impl<'a> Run<'a> {
     }
 
     fn left_out(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump() else {
+        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
             return Ok(());
         };
         self.announce("the memory maps and environments of processes");
         let left_out = self.tree().outside.clone();
-        let refused = environment::by_left_out(&left_out, self.cuda(), assertions.exec);
-        self.outcome.refusals.extend(refused);
+        if self.dump_by_criu().is_none() {
+            let refused = environment::by_left_out(&left_out, self.cuda(), assertions.exec);
+            self.outcome.refusals.extend(refused);
+        }
         self.outcome.left_out = left_out;
         Ok(())
     }
 
     fn objects(&mut self) -> Result<(), CheckError> {
-        let Workload {
-            init, objects, pause, ..
-        } = self.workload;
-        if self.dump().is_some() || (*objects && !pause) {
-            let found = finding::objects(self.proc_root, *init, &self.dumped())?;
+        if self.dump().or(self.dump_by_criu()).is_some() {
+            let found = finding::objects(self.proc_root, self.workload.init, &self.dumped())?;
             let agent = self.workload.seccomp_agent.then_some(Refusal::SeccompAgent);
             self.outcome.refusals.extend(agent.into_iter().chain(found));
         }
@@ -292,6 +297,10 @@ impl<'a> Run<'a> {
 
     fn findings(&mut self) -> Result<(), CheckError> {
         let Some(assertions) = &self.workload.processes else {
+            if self.dump_by_criu().is_some() {
+                let refusals = finding::of_criu(self.proc_root, &self.dumped())?;
+                self.outcome.refusals.extend(refusals);
+            }
             return Ok(());
         };
         let dumped = self.dumped();
@@ -341,7 +350,7 @@ impl<'a> Run<'a> {
     }
 
     fn connections(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump() else {
+        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
             return Ok(());
         };
         let refuses = assertions.tcp == Tcp::Refuse;
@@ -352,7 +361,10 @@ impl<'a> Run<'a> {
         let found = finding::connections(self.proc_root, &self.dumped())?;
         if refuses && !found.is_empty() {
             let connections = found.clone();
-            self.outcome.refusals.push(Refusal::Connections { connections });
+            self.outcome.refusals.push(match self.dump_by_criu() {
+                None => Refusal::Connections { connections },
+                Some(_) => Refusal::PlainConnections { connections },
+            });
         }
         self.outcome.connections = found;
         Ok(())
@@ -360,10 +372,10 @@ impl<'a> Run<'a> {
 
     fn watches(&mut self) -> Result<(), CheckError> {
         let Workload { init, scanned, .. } = self.workload;
-        let lookup = match self.dump() {
-            Some(_) => Lookup::ByFirn(scanned),
-            None if self.workload.objects && !self.workload.pause => Lookup::ByCriu(scanned),
-            None => return Ok(()),
+        let lookup = match (self.dump(), self.dump_by_criu()) {
+            (Some(_), _) => Lookup::ByFirn(scanned),
+            (None, Some(_)) => Lookup::ByCriu(scanned),
+            (None, None) => return Ok(()),
         };
         let announce = || self.announce("the container's root file system, for the name of a watched file");
         let found = finding::watches(self.proc_root, *init, &self.dumped(), lookup, announce)?;
@@ -374,7 +386,7 @@ impl<'a> Run<'a> {
     }
 
     fn deleted_names(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump() else {
+        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
             return Ok(());
         };
         self.announce("a file that a process has open or mapped by a deleted name");
@@ -387,11 +399,17 @@ impl<'a> Run<'a> {
     }
 
     fn unix_sockets(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump() else {
+        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
             return Ok(());
         };
-        let plugin = self.workload.criu_plugin;
-        let (found, refusal) = finding::unix_sockets(self.proc_root, &self.dumped(), assertions, plugin)?;
+        let dumped = self.dumped();
+        let (found, refusal) = match self.dump_by_criu() {
+            None => {
+                let plugin = self.workload.criu_plugin;
+                finding::unix_sockets(self.proc_root, &dumped, assertions, plugin)?
+            }
+            Some(set) => finding::unix_sockets_by_criu(self.proc_root, &dumped, set.external_unix)?,
+        };
         self.outcome.refusals.extend(refusal);
         self.outcome.unix_sockets = found;
         Ok(())

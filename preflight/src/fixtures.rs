@@ -13,7 +13,7 @@ pub fn refusals() -> Vec<Refusal> {
     all.extend(of_gpus_in_other_processes());
     all.extend(of_the_driver());
     all.extend(of_unix_sockets());
-    all.extend(of_objects());
+    all.extend(of_objects().into_iter().chain(of_connections()));
     all.extend([
         Refusal::MixedGpus { pid, comm: comm() },
         Refusal::UnknownGpu {
@@ -69,9 +69,8 @@ pub fn refusals() -> Vec<Refusal> {
     all
 }
 
-fn of_objects() -> [Refusal; 6] {
+fn of_objects() -> [Refusal; 5] {
     [
-        of_connections(),
         of_deleted_names(),
         Refusal::DeletedName {
             pid: 7,
@@ -197,7 +196,7 @@ fn of_the_environment() -> Vec<Refusal> {
     ]
 }
 
-fn of_connections() -> Refusal {
+fn of_connections() -> [Refusal; 2] {
     let connection = Connection {
         pid: 7,
         comm: "python".to_owned(),
@@ -205,9 +204,13 @@ fn of_connections() -> Refusal {
         remote: ([10, 0, 0, 9], 4000).into(),
         inside: false,
     };
-    Refusal::Connections {
-        connections: vec![connection],
-    }
+    let connections = vec![connection];
+    [
+        Refusal::Connections {
+            connections: connections.clone(),
+        },
+        Refusal::PlainConnections { connections },
+    ]
 }
 
 /// A stream of process 7 to /run/agent.sock.

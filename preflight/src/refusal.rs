@@ -180,6 +180,9 @@ pub enum Refusal {
     #[error("TCP connections are established: {}", listed(connections))]
     #[problem("FIRN-TCP", CLOSE_TCP)]
     Connections { connections: Vec<Connection> },
+    #[error("TCP connections are established: {}", listed(connections))]
+    #[problem("FIRN-TCP", KEEP_TCP)]
+    PlainConnections { connections: Vec<Connection> },
     #[error(
         "Unix sockets are connected to processes outside of the container: {}",
         listed(sockets)
@@ -275,6 +278,7 @@ impl Refusal {
             | Self::CriuLink { .. }
             | Self::DeletedName { .. }
             | Self::Connections { .. }
+            | Self::PlainConnections { .. }
             | Self::UnixSockets { .. }
             | Self::UnixSocketsKept { .. }
             | Self::UnixSocketsUnseen { .. }
@@ -360,6 +364,8 @@ const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the co
                          inside of the container, and finds others closed; for every checkpoint: the \
                          annotation firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the \
                          configuration";
+const KEEP_TCP: &str = "`firn checkpoint --tcp keep`, or tcp-established in /etc/criu/runc.conf: the copy \
+                        continues them; or close them before. CRIU alone cannot close some and keep others";
 const CLOSE_UNIX: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy finds them closed; for \
                           every checkpoint: the annotation firn.dev/tcp=auto, or tcp = \"auto\" under \
                           [checkpoint] in the configuration";

@@ -33,10 +33,10 @@ pub struct Workload {
     pub other_vendors: Option<OtherVendors>,
     /// Check which processes CRIU would leave out, and what the others have open and mapped.
     pub processes: Option<Assertions>,
-    /// Check the objects of processes also without the other parts: of a container that is dumped as by the
-    /// stock shim.
+    /// Instead of `processes`, for a container that is dumped as by the stock shim: check what CRIU refuses
+    /// or loses by itself. Of the assertions only those count that its user's configuration sets.
     #[serde(default)]
-    pub objects: bool,
+    pub by_criu: Option<Assertions>,
     /// Where an earlier check has found files that processes watch. Of a container that CRIU's user
     /// configures: where CRIU looks for them.
     #[serde(default)]
@@ -120,6 +120,14 @@ pub struct Assertions {
 }
 
 impl Assertions {
+    /// Those of a container that is dumped as by the stock shim.
+    pub fn by_criu(users_tcp: Option<Tcp>) -> Self {
+        Self {
+            tcp: users_tcp.unwrap_or(Tcp::Refuse),
+            ..Self::default()
+        }
+    }
+
     /// `spec` is `None` for processes outside of a container. `users_tcp` is what the user's CRIU
     /// configuration sets.
     pub fn of(spec: Option<&Spec>, config: &Config, users_tcp: Option<Tcp>) -> Self {

@@ -85,9 +85,9 @@ const FINDINGS: [Topic; 11] = [
     Topic(SHARED, "the number of CUDA processes, /proc/PID/maps and environ"),
     Topic(PEERS, "/proc/PID/maps"),
     Topic(IMEX, "/proc/PID/fd"),
-    Topic("rdma", "/proc/PID/fd"),
-    Topic("io_uring", "/proc/PID/fd and maps"),
-    Topic("protection_keys", "/proc/PID/smaps"),
+    Topic(OF_CRIU[0], "/proc/PID/fd"),
+    Topic(OF_CRIU[1], "/proc/PID/fd and maps"),
+    Topic(OF_CRIU[2], "/proc/PID/smaps"),
     Topic(INHERITED, "/proc/PID/fd and maps, firn's plugin for CRIU"),
     Topic(
         "gpu_descriptors_without_cuda",
@@ -99,6 +99,9 @@ const FINDINGS: [Topic; 11] = [
 const UNINTERRUPTED: &str = "After a checkpoint or restore the driver interrupts no kernel of this \
     container for the others: they wait until it ends, and after some 5 s of that the driver ends its \
     process (Xid 109)";
+
+/// Those of [`FINDINGS`] that matter without GPUs, too.
+const OF_CRIU: [&str; 3] = ["rdma", "io_uring", "protection_keys"];
 
 const SHARED: &str = "shared_gpu_memory";
 const IMEX: &str = "imex";
@@ -181,15 +184,15 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::UserNamespace => OBJECTS[0].0,
         Refusal::SeccompAgent => OBJECTS[1].0,
         Refusal::Object { .. } => OBJECTS[2].0,
-        Refusal::IoUring { .. } => "io_uring",
-        Refusal::ProtectionKey { .. } => "protection_keys",
-        Refusal::Rdma { .. } => "rdma",
+        Refusal::Rdma { .. } => OF_CRIU[0],
+        Refusal::IoUring { .. } => OF_CRIU[1],
+        Refusal::ProtectionKey { .. } => OF_CRIU[2],
         Refusal::InheritedGpu { .. } => INHERITED,
         // The audit moves nothing.
         Refusal::LeakedGpu { .. } | Refusal::KeptGpu { .. } | Refusal::Vfork { .. } => {
             "gpu_descriptors_without_cuda"
         }
-        Refusal::Connections { .. } => "tcp_connections",
+        Refusal::Connections { .. } | Refusal::PlainConnections { .. } => "tcp_connections",
         Refusal::CriuLink { .. } => "names_of_criu_links",
         Refusal::DeletedName { .. } => "deleted_names",
         Refusal::UnixSockets { .. }
@@ -271,12 +274,16 @@ impl Signals {
         if let Some(assertions) = &workload.processes {
             self.of_devices(outcome, assertions);
             self.of_findings(outcome, assertions);
+        }
+        if workload.by_criu.is_some() {
+            let of_criu = FINDINGS.into_iter().filter(|topic| OF_CRIU.contains(&topic.0));
+            self.add_all(&of_criu.collect::<Vec<_>>(), refusals);
+        }
+        if let Some(assertions) = workload.processes.as_ref().or(workload.by_criu.as_ref()) {
             self.of_connections(outcome, assertions);
             self.add_all(&DELETED_NAMES, refusals);
             self.of_unix_sockets(outcome);
-            self.add_all(&LEFT_OUT, refusals);
-        }
-        if workload.processes.is_some() || workload.objects {
+            self.of_left_out(outcome);
             self.add_all(&OBJECTS, refusals);
         }
         if workload.other_vendors.is_some() {
@@ -379,6 +386,16 @@ impl Signals {
                     if closed.len() > 1 { ", ..." } else { "" }
                 ));
             }
+        }
+    }
+
+    fn of_left_out(&mut self, outcome: &Outcome) {
+        self.add_all(&LEFT_OUT, &outcome.refusals);
+        let signal = self.all.last_mut().filter(|signal| !signal.refused);
+        if let (Some(signal), false) = (signal, outcome.left_out.is_empty()) {
+            let shown = |pid: &i32| format!("process {pid} ({})", procfs::comm(*pid));
+            let all = outcome.left_out.iter().map(shown).collect();
+            signal.detail = format!("a copy is without {}", text::some_of("", all));
         }
     }
 

@@ -7,7 +7,7 @@ use std::thread::sleep;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use firn_config::{Bulk, Config, find_criu_plugin, names};
+use firn_config::{Bulk, Config, Tcp, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{GpuUuid, Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
@@ -203,6 +203,19 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
     let may_have_others = spec.is_none_or(Spec::has_other_gpus) && !device_free;
     // Others are dumped as by the stock shim.
     let by_firn = nvidia.is_some() || device_free;
+    let bundle = subject.bundle.as_deref();
+    let users_tcp = spec.and_then(|spec| users_tcp(spec, bundle));
+    let assertions = Assertions {
+        external_unix: spec.is_some_and(|spec| users_external_unix(spec, bundle)),
+        link_remap: spec.is_some_and(|spec| users_link_remap(spec, bundle)),
+        ..if by_firn {
+            Assertions::of(spec, config, users_tcp)
+        } else {
+            // Its checkpoint takes no other word.
+            let keep = args.overrides.tcp.as_deref() == Some("keep");
+            Assertions::by_criu(if keep { Some(Tcp::Keep) } else { users_tcp })
+        }
+    };
     Workload {
         init: subject.init,
         pids: subject.pids(),
@@ -210,16 +223,8 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             nvidia.processes.iter().map(|process| process.pid).collect()
         }),
         other_vendors: may_have_others.then_some(other_vendors),
-        processes: by_firn.then(|| Assertions {
-            external_unix: spec.is_some_and(|spec| users_external_unix(spec, subject.bundle.as_deref())),
-            link_remap: spec.is_some_and(|spec| users_link_remap(spec, subject.bundle.as_deref())),
-            ..Assertions::of(
-                spec,
-                config,
-                spec.and_then(|spec| users_tcp(spec, subject.bundle.as_deref())),
-            )
-        }),
-        objects: true,
+        processes: by_firn.then_some(assertions),
+        by_criu: (!by_firn).then_some(assertions),
         scanned: spec.map_or_else(Vec::new, |spec| users_scanned(spec, subject.bundle.as_deref())),
         seccomp_agent: spec.is_some_and(Spec::has_seccomp_agent),
         inherited: subject
@@ -241,7 +246,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             image,
             work,
         }),
-        bundle: subject.bundle.clone().filter(|_| by_firn),
+        bundle: subject.bundle.clone(),
         ..Workload::default()
     }
 }

@@ -137,6 +137,55 @@ fn every_finding_refuses_the_transaction_as_the_audit_shows_it() {
 }
 
 #[test]
+fn what_criu_refuses_or_loses_by_itself_is_refused_without_gpus_too() {
+    let child = Sleep::start();
+    let pid = child.pid();
+    let table: [(&str, &[&str], &[&str]); 5] = [
+        ("", &["anon_inode:[io_uring]"], &["FIRN-IO-URING"]),
+        ("", &["/dev/infiniband/uverbs0"], &["FIRN-RDMA"]),
+        ("", &["anon_inode:[userfaultfd]"], &["FIRN-OBJECT"]),
+        // For the driver alone.
+        (MANAGED, &["/run/mps/control"], &[]),
+        (PEERS, &["/dev/null"], &[]),
+    ];
+    for (maps, open, expected) in table {
+        let root = proc_root(&[(pid, maps, open)]);
+        let workload = Workload {
+            init: pid,
+            pids: vec![pid],
+            by_criu: Some(Assertions::by_criu(None)),
+            ..Workload::default()
+        };
+        assert_eq!(codes(root.path(), &workload), expected, "{maps} {open:?}");
+        let pause = Workload {
+            pause: true,
+            ..workload
+        };
+        assert_eq!(codes(root.path(), &pause), [""; 0], "{maps} {open:?}");
+    }
+}
+
+/// CRIU leaves out what is not below the first process, and the audit names it.
+#[test]
+fn a_process_of_exec_is_left_out_of_a_dump_without_gpus() {
+    let (child, other) = (Sleep::start(), Sleep::start());
+    let root = proc_root(&[(child.pid(), "", &[])]);
+    let workload = Workload {
+        init: child.pid(),
+        pids: vec![child.pid(), other.pid()],
+        by_criu: Some(Assertions::by_criu(None)),
+        ..Workload::default()
+    };
+    let run = Run {
+        proc_root: root.path(),
+        ..Run::new(&workload, &|_| {}, false)
+    };
+    let outcome = run.apply().unwrap();
+    assert!(outcome.refusals.is_empty(), "{:?}", outcome.refusals);
+    assert_eq!(outcome.left_out, [other.pid()]);
+}
+
+#[test]
 fn the_owners_word_about_peer_access_lets_a_process_have_several_gpus() {
     let child = Sleep::start();
     let root = proc_root(&[(child.pid(), PEERS, &[])]);

@@ -44,6 +44,36 @@ impl Gpu {
     }
 }
 
+impl ProcessFiles {
+    /// What CRIU cannot dump, or loses, of a process.
+    fn of_criu(&self, pid: i32, comm: &str) -> Vec<Refusal> {
+        let comm = || comm.to_owned();
+        let ring = self.io_uring.then(|| Refusal::IoUring { pid, comm: comm() });
+        let key = self.key.clone().map(|at| Refusal::ProtectionKey {
+            pid,
+            comm: comm(),
+            at,
+        });
+        let rdma = self.rdma.clone().map(|file| Refusal::Rdma {
+            pid,
+            comm: comm(),
+            file,
+        });
+        ring.into_iter().chain(key).chain(rdma).collect()
+    }
+}
+
+/// What CRIU cannot dump, or loses, of all processes that it dumps.
+pub(super) fn of_criu(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+    let mut refusals = Vec::new();
+    for &pid in dumped {
+        if let Some(found) = look(proc_root, pid)? {
+            refusals.extend(found.of_criu(pid, &proc_maps::comm(proc_root, pid)));
+        }
+    }
+    Ok(refusals)
+}
+
 pub(super) fn inspect(
     proc_root: &Path,
     processes: &Processes<'_>,
@@ -55,22 +85,17 @@ pub(super) fn inspect(
         let Some(found) = look(proc_root, pid)? else {
             continue;
         };
-        let comm = || proc_maps::comm(proc_root, pid);
-        let mut add = |refusal, certainty| findings.push(Finding { refusal, certainty });
-        if found.io_uring {
-            add(Refusal::IoUring { pid, comm: comm() }, Certainty::Certain);
-        }
-        if let Some(at) = found.key {
-            let comm = comm();
-            add(Refusal::ProtectionKey { pid, comm, at }, Certainty::Certain);
-        }
-        if let Some(file) = found.rdma {
-            let comm = comm();
-            add(Refusal::Rdma { pid, comm, file }, Certainty::Certain);
-        }
+        let comm = proc_maps::comm(proc_root, pid);
+        let of_criu = found.of_criu(pid, &comm).into_iter().map(|refusal| Finding {
+            refusal,
+            certainty: Certainty::Certain,
+        });
+        findings.extend(of_criu);
         if let Some(file) = found.imex {
-            let comm = comm();
-            add(Refusal::Imex { pid, comm, file }, Certainty::Suspected);
+            findings.push(Finding {
+                refusal: Refusal::Imex { pid, comm, file },
+                certainty: Certainty::Suspected,
+            });
         }
         if found.gpu.shown().is_some() && !cuda.contains(&pid) {
             holders.push(pid);

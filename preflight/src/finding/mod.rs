@@ -179,6 +179,25 @@ pub(crate) fn unix_sockets(
     Ok((found, refusal))
 }
 
+/// As [`unix_sockets`] where CRIU dumps the container without firn's plugin: it dumps none of them, but
+/// datagram sockets that it connects again if its user wants that.
+pub(crate) fn unix_sockets_by_criu(
+    proc_root: &Path,
+    dumped: &[i32],
+    external_unix: bool,
+) -> Result<(Vec<UnixSocket>, Option<Refusal>), Unreadable> {
+    let mut found = unix_sockets::inspect(proc_root, dumped)?;
+    found.retain(|socket| !(external_unix && socket.is_connected_again()));
+    let sockets = found.clone();
+    let refusal = (!sockets.is_empty()).then_some(Refusal::UnixSocketsUnseen { sockets });
+    Ok((found, refusal))
+}
+
+/// What CRIU refuses or loses of open files and mappings below `proc_root`, whoever calls it.
+pub(crate) fn of_criu(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+    descriptors::of_criu(proc_root, dumped)
+}
+
 /// Objects of processes below `proc_root` that no copy would have, and a user namespace of the container.
 pub(crate) fn objects(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
     let objects = objects::inspect(proc_root, init, dumped)?;

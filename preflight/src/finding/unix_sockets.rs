@@ -112,7 +112,7 @@ impl UnixSocket {
     }
 
     /// Whether CRIU connects it again by its peer's name, with the option `ext-unix-sk`.
-    fn is_connected_again(&self) -> bool {
+    pub(super) fn is_connected_again(&self) -> bool {
         self.kind == Kind::Datagram && self.other_end == OtherEnd::Outside && !self.remote.is_empty()
     }
 }

@@ -248,8 +248,16 @@ fn a_container_without_gpus_keeps_connections_by_the_same_option(platform: Platf
     on([host(platform, "tcp-plain", 1)?], |[host]| {
         let source = Container::beat(host, "job", &[], &format!("({SERVE}) &\n"))?;
         talks_on(&source)?;
+        let audit = |more: &[&str]| host.firn_shows(&[&["audit", "job"], more].concat());
+        let (status, refused) = audit(&[])?;
+        let refused = refused.to_string();
+        let is_named = refused.contains("FIRN-TCP") && refused.contains("--tcp keep");
+        ensure!(status == Some(1) && is_named, "{refused}");
+        let (status, accepted) = audit(&["--tcp", "keep"])?;
+        ensure!(status == Some(0), "{accepted}");
         let words = ["checkpoint", "job", "/srv/job.tar"];
-        failure(host.node().run(&[&["firn"], &words[..]].concat()))?;
+        let output = failure(host.node().run(&[&["firn"], &words[..]].concat()))?;
+        ensure!(output.contains("Connected TCP socket"), "{output}");
         for word in ["close", "auto"] {
             let chosen = [&words[..], &["--tcp", word]].concat();
             wants(host, &chosen, "FIRN-TCP", "--tcp keep")?;

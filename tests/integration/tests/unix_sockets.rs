@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{COUNTER, Container, GpuHost, SimGpu, cases, failure, matrix, on};
+use firn_lab::{COUNTER, Container, FIRN, GpuHost, SimGpu, cases, failure, matrix, on};
 use firn_node::{Platform, wait_for};
 
 const SHARED: &str = "type=bind,src=/srv/agent,dst=/agent,options=rbind:rw";
@@ -257,11 +257,54 @@ fn a_connection_that_is_not_accepted_is_refused_by_name(platform: Platform) -> R
     })
 }
 
+/// CRIU refuses the socket by itself, and leaves out the process of exec.
+fn the_audit_knows_what_criu_does_without_a_gpu(platform: Platform) -> Result<()> {
+    on([host(platform, "unix-plain", 1)?], |[host]| {
+        let address = "/srv/agent/s.sock";
+        let server = start(host, &["serve", address, "/dev/null"], Some(address))?;
+        let options = ["--runtime", FIRN, "--mount", SHARED];
+        let plain = |command: &[&str]| Container::run(host, "job", &options, command);
+        let job = plain(&["unix-talk", "talk", "/agent/s.sock", "/talk"])?;
+        talks_on(&job)?;
+        let shown = audit(host)?;
+        ensure!(
+            shown.contains("FIRN-UNIX") && shown.contains("to /srv/agent/s.sock"),
+            "{shown}"
+        );
+        let output = failure(job.checkpoint("checkpoint/job"))?;
+        ensure!(output.contains("unix: "), "{output}");
+        talks_on(&job)?;
+        job.remove()?;
+
+        let job = plain(&["sleep", "1000"])?;
+        let exec = ["ctr", "tasks", "exec", "--exec-id", "other", "--detach", "job"];
+        host.node().run(&[&exec[..], &["sleep", "2000"]].concat())?;
+        let shown = audit(host)?;
+        ensure!(
+            shown.contains("a copy is without process ") && shown.contains("(sleep)"),
+            "{shown}"
+        );
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;
+        let processes = copy.exec(&["ps", "-o", "args"])?;
+        ensure!(
+            processes.contains("sleep 1000") && !processes.contains("sleep 2000"),
+            "{processes}"
+        );
+        copy.remove()?;
+        host.remove_image("checkpoint/job")?;
+        end(server)?;
+        host.idle()
+    })
+}
+
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         a_client_of_a_server_outside_is_refused_by_name_or_closed_in_the_copy [FORKY, TRIXIE];
         a_datagram_socket_is_closed_in_the_copy_alone [FORKY, TRIXIE];
         a_client_outside_loses_its_server_in_the_copy_alone [FORKY, TRIXIE];
         a_connection_that_is_not_accepted_is_refused_by_name [FORKY];
+        the_audit_knows_what_criu_does_without_a_gpu [FORKY, TRIXIE];
     })
 }

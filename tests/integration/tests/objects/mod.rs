@@ -16,7 +16,10 @@ use firn_lab::{
 };
 use firn_node::{Platform, wait_for};
 
-use table::{LOST, Object, REFUSED, Refused, WATCHES, movable};
+use table::{BY_RULES, LOST, Object, REFUSED, Refused, WATCHES, movable};
+
+/// The code of most objects.
+const CODE: &str = "FIRN-OBJECT";
 
 const IMAGE: &str = "checkpoint/c";
 
@@ -189,8 +192,8 @@ fn watched_files_are_found_by_their_names(platform: Platform) -> Result<()> {
         for object in WATCHES {
             saw_object(object.1, Kind::Gpu.shown(), "moves")?;
             let refused = (object, "a watch (inotify, fanotify)", "Can't dump that handle");
-            expect_refusal(host, refused, Kind::Plain).with_context(|| object.1)?;
-            saw_object(object.1, Kind::Plain.shown(), outcome(Kind::Plain))?;
+            expect_refusal(host, refused, CODE, Kind::Plain).with_context(|| object.1)?;
+            saw_object(object.1, Kind::Plain.shown(), &outcome(CODE, Kind::Plain))?;
         }
         let scanned = WATCHES.map(|(kind, ..)| format!("irmap-scan-path /object-{kind}\n"));
         host.node().write(CONFIGURATION, scanned.concat())?;
@@ -203,43 +206,47 @@ fn watched_files_are_found_by_their_names(platform: Platform) -> Result<()> {
 fn objects_are_refused(platform: Platform) -> Result<()> {
     on([host(platform, "ob-r")?], |[host]| {
         host.watch_runc()?;
-        for refused in REFUSED {
+        let all = REFUSED.into_iter().map(|refused| (refused, CODE));
+        for (refused, code) in all.chain(BY_RULES) {
             let object = refused.0;
             for kind in KINDS {
-                expect_refusal(host, refused, kind)
+                expect_refusal(host, refused, code, kind)
                     .with_context(|| format!("{} {}", object.1, kind.shown()))?;
-                saw_object(object.1, kind.shown(), outcome(kind))?;
+                saw_object(object.1, kind.shown(), &outcome(code, kind))?;
             }
         }
         host.idle()
     })
 }
 
-fn outcome(kind: Kind) -> &'static str {
+fn outcome(code: &str, kind: Kind) -> String {
     match kind {
-        Kind::Plain => "CRIU refuses it, and the container continues; `firn audit` has FIRN-OBJECT",
-        Kind::Gpu => "refused before anything is touched: FIRN-OBJECT",
+        Kind::Plain => format!("CRIU refuses it, and the container continues; `firn audit` has {code}"),
+        Kind::Gpu => format!("refused before anything is touched: {code}"),
     }
 }
 
-fn expect_refusal(host: &GpuHost, (object, shown, of_criu): Refused, kind: Kind) -> Result<()> {
-    let container = kind.start(host, object)?;
-    expect_refused(host, container, shown, of_criu, kind)
+fn expect_refusal(host: &GpuHost, refused: Refused, code: &str, kind: Kind) -> Result<()> {
+    let container = kind.start(host, refused.0)?;
+    expect_refused(host, container, refused, code, kind)
 }
 
 fn expect_refused(
     host: &GpuHost,
     container: Container<'_>,
-    shown: &str,
-    of_criu: &str,
+    (_, shown, of_criu): Refused,
+    code: &str,
     kind: Kind,
 ) -> Result<()> {
-    audit_refuses(host, "FIRN-OBJECT", shown)?;
+    audit_refuses(host, code, shown)?;
     let (before, length) = (host.runc_calls("checkpoint")?, host.log_length()?);
     let output = failure(container.checkpoint(IMAGE))?;
     let calls = host.runc_calls("checkpoint")? - before;
     match kind {
-        Kind::Gpu => expect_untouched(host, length, calls, &output, shown)?,
+        Kind::Gpu => {
+            ensure!(output.contains(&format!("{code}:")), "{output}");
+            expect_untouched(host, length, calls, &output, &[shown])?;
+        }
         // What CRIU itself does.
         Kind::Plain => ensure!(calls == 1 && output.contains(of_criu), "{calls} calls: {output}"),
     }
@@ -247,12 +254,9 @@ fn expect_refused(
     container.remove()
 }
 
-/// Whether the checkpoint was refused for this object before the driver or runc were called.
-fn expect_untouched(host: &GpuHost, length: usize, calls: usize, output: &str, shown: &str) -> Result<()> {
-    ensure!(
-        output.contains("FIRN-OBJECT:") && output.contains(shown),
-        "{output}"
-    );
+/// Whether the checkpoint was refused before the driver or runc were called, with one of these words.
+fn expect_untouched(host: &GpuHost, length: usize, calls: usize, output: &str, words: &[&str]) -> Result<()> {
+    ensure!(words.iter().any(|word| output.contains(word)), "{output}");
     let log = host.log_since(length)?;
     ensure!(
         calls == 0 && !log.contains("phase=gpu-lock"),
@@ -285,8 +289,8 @@ fn a_chroot_of_the_first_process_is_refused(platform: Platform) -> Result<()> {
                 }
             };
             let shown = "a root directory other than the container's";
-            expect_refused(host, container, shown, "mountinfo", kind)?;
-            saw_object(FIRST, kind.shown(), outcome(kind))?;
+            expect_refused(host, container, (OBJECT, shown, "mountinfo"), CODE, kind)?;
+            saw_object(FIRST, kind.shown(), &outcome(CODE, kind))?;
         }
         move_all(host, &[OBJECT], Kind::Gpu)?;
         saw_object(OBJECT.1, Kind::Gpu.shown(), "moves")?;
@@ -343,17 +347,17 @@ fn a_connected_ping_socket_is_refused(platform: Platform) -> Result<()> {
             .run(&["sh", "-c", "echo 0 0 >/proc/sys/net/ipv4/ping_group_range"])?;
         host.watch_runc()?;
         let container = Kind::Gpu.start(host, PING)?;
-        audit_refuses(host, "FIRN-OBJECT", "a connected ping socket")?;
+        audit_refuses(host, CODE, "a connected ping socket")?;
         let length = host.log_length()?;
         let output = failure(container.checkpoint(IMAGE))?;
         let calls = host.runc_calls("checkpoint")?;
-        expect_untouched(host, length, calls, &output, "a connected ping socket")?;
+        expect_untouched(host, length, calls, &output, &["a connected ping socket"])?;
         Kind::Gpu.goes_on(host, &container)?;
         container.remove()?;
-        saw_object(PING.1, Kind::Gpu.shown(), outcome(Kind::Gpu))?;
+        saw_object(PING.1, Kind::Gpu.shown(), &outcome(CODE, Kind::Gpu))?;
 
         let container = Kind::Plain.start(host, PING)?;
-        audit_refuses(host, "FIRN-OBJECT", "a connected ping socket")?;
+        audit_refuses(host, CODE, "a connected ping socket")?;
         container.checkpoint(IMAGE)?;
         container.remove()?;
         let (copy, _) = Container::restore(host, "c", IMAGE, 0)?;

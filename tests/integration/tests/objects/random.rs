@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, Random, failure, on};
 use firn_node::Platform;
 
-use super::table::{Object, REFUSED, Refused, WATCHES, movable};
+use super::table::{BY_RULES, Object, REFUSED, Refused, WATCHES, movable};
 use super::{IMAGE, Kind, expect_untouched, host, logs};
 
 /// Containers of a run on each platform.
@@ -50,6 +50,7 @@ impl Drawn {
             moving.extend(WATCHES);
         }
         let mut refusing = REFUSED.to_vec();
+        refusing.extend(BY_RULES.iter().map(|(refused, _)| *refused));
         let refused = match random.below(3) {
             0 => {
                 let count = 1 + random.index(MOST_REFUSED);
@@ -126,7 +127,10 @@ impl Drawn {
         let output = failure(container.checkpoint(IMAGE)).context("the audit refuses it")?;
         let calls = host.runc_calls("checkpoint")? - before;
         match self.kind {
-            Kind::Gpu => expect_untouched(host, length, calls, &output, "")?,
+            Kind::Gpu => {
+                let shown: Vec<&str> = self.refused.iter().map(|(_, shown, _)| *shown).collect();
+                expect_untouched(host, length, calls, &output, &shown)?;
+            }
             Kind::Plain => {
                 let is_why = self.refused.iter().any(|(.., of_criu)| output.contains(of_criu));
                 ensure!(calls == 1 && is_why, "{calls} calls: {output}");

@@ -199,6 +199,38 @@ pub(super) const REFUSED: [Refused; 19] = [
     ),
 ];
 
+/// As [`REFUSED`], with the code: objects that have a rule of their own.
+pub(super) const BY_RULES: [(Refused, &str); 3] = [
+    (
+        (
+            ("io-uring", "io_uring", &[]),
+            "an io_uring",
+            "(anon anon_inode:[io_uring])",
+        ),
+        "FIRN-IO-URING",
+    ),
+    (
+        (
+            ("connection", "TCP connection", &[]),
+            "TCP connections are established",
+            "Connected TCP socket",
+        ),
+        "FIRN-TCP",
+    ),
+    (
+        (
+            (
+                "other-name",
+                "file of the root by a deleted name, with another one",
+                &[],
+            ),
+            "/object",
+            "Can't create link remap",
+        ),
+        "FIRN-DELETED-NAME",
+    ),
+];
+
 const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
 const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
 /// podman and CRI do not give it, and ctr does.

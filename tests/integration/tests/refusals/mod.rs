@@ -9,8 +9,8 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use containerd_shim_protos::shim::oci::CheckpointOptions;
 use firn_lab::{
-    BUNDLES, Container, GpuHost, LOG, SHARES_NOTHING, SimGpu, Skip, Task, cases, describe, failure, matrix,
-    on,
+    BUNDLES, Container, FIRN, GpuHost, LOG, SHARES_NOTHING, SimGpu, Skip, Task, cases, describe, failure,
+    matrix, on,
 };
 use firn_node::{Platform, wait_for};
 
@@ -127,7 +127,26 @@ fn memory_with_a_protection_key_is_refused(platform: Platform) -> Result<()> {
     if !smaps.contains("ProtectionKey:") {
         return Err(Skip::new("this CPU has no protection keys").into());
     }
-    undumpable(platform, "rf-key", "--protection-key", "FIRN-PROTECTION-KEY")
+    undumpable(platform, "rf-key", "--protection-key", "FIRN-PROTECTION-KEY")?;
+    // CRIU loses it without a word.
+    on([host(platform, "rf-key-plain", 1)?], |[host]| {
+        let words = ["objects", "protection-key", "/object", "/log"];
+        let job = Container::run(host, "job", &["--runtime", FIRN], &words)?;
+        wait_for("the key", LIMIT, || {
+            let (_, report) = audited(host)?;
+            Ok(report.contains("FIRN-PROTECTION-KEY").then_some(()))
+        })?;
+        job.checkpoint("checkpoint/job")?;
+        job.remove()?;
+        let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;
+        wait_for("the copy to miss its key", LIMIT, || {
+            let log = copy.exec(&["tail", "-n", "1", "/log"])?;
+            Ok(log.contains("it is not there any more").then_some(()))
+        })?;
+        copy.remove()?;
+        host.remove_image("checkpoint/job")?;
+        host.idle()
+    })
 }
 
 /// One process opens the memory of another: nothing shows that from outside.

@@ -3,6 +3,7 @@
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, IoSlice, Read, Seek, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
@@ -88,6 +89,22 @@ pub(super) fn never_accepted(path: &Path) -> io::Result<Look> {
         let mut waits = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         Ok(poll(&mut waits, PollTimeout::ZERO)? == 1)
     }))
+}
+
+/// A byte goes through it at each look.
+pub(super) fn connection() -> io::Result<Look> {
+    let server = TcpListener::bind("127.0.0.1:0")?;
+    let client = TcpStream::connect(server.local_addr()?)?;
+    let (accepted, _) = server.accept()?;
+    sent(accepted, client)
+}
+
+/// The file is open by the first of its two names, which was removed.
+pub(super) fn with_another_name(path: &Path) -> io::Result<Look> {
+    let file = locks::open(path)?;
+    fs::hard_link(path, path.with_extension("other"))?;
+    fs::remove_file(path)?;
+    open(file.into())
 }
 
 /// A pipe with a byte in it is sent and received at each look.

@@ -31,6 +31,8 @@ use nix::sys::socket::sockopt::AcceptConn;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
 use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
 
+use firn_workloads::habits;
+
 /// Time between two looks.
 const PACE: Duration = Duration::from_millis(50);
 
@@ -204,6 +206,14 @@ enum Kind {
     Terminal,
     /// A POSIX message queue
     PosixQueue,
+    /// An io_uring
+    IoUring,
+    /// Memory with a protection key
+    ProtectionKey,
+    /// A TCP connection of the process with itself
+    Connection,
+    /// A file by a deleted name, which has another one
+    OtherName,
     /// The CPUs that it may use
     Affinity,
     /// An I/O priority
@@ -318,6 +328,10 @@ fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::IntervalTimer => processes::interval_timer(),
         Kind::Terminal => files::terminal(),
         Kind::PosixQueue => open(kernel::message_queue()?),
+        Kind::IoUring => open(habits::io_uring()?),
+        Kind::ProtectionKey => processes::protection_key(),
+        Kind::Connection => files::connection(),
+        Kind::OtherName => files::with_another_name(path),
         Kind::SharedMemory => system_v::shared_memory(),
         Kind::Semaphore => system_v::semaphore(),
         Kind::MessageQueue => system_v::message_queue(),

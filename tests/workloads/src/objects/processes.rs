@@ -13,6 +13,8 @@ use nix::sys::timer::{Expiration, Timer, TimerSetTimeFlags};
 use nix::time::ClockId;
 use nix::unistd;
 
+use firn_workloads::habits;
+
 use super::{INTERVAL, Look, PACE, kernel};
 
 /// It sends a signal between any two looks.
@@ -76,5 +78,18 @@ pub(super) fn no_directory(path: &Path) -> io::Result<Look> {
     Ok(Box::new(move || {
         let is_gone = shown.to_string_lossy().ends_with(" (deleted)");
         Ok(is_gone && cwd()? == shown)
+    }))
+}
+
+/// The kernel shows the key of each mapping.
+pub(super) fn protection_key() -> io::Result<Look> {
+    habits::protection_key()?;
+    let has_key = |line: &str| {
+        let key = line.strip_prefix("ProtectionKey:");
+        key.is_some_and(|key| key.trim() != "0")
+    };
+    Ok(Box::new(move || {
+        let smaps = fs::read_to_string("/proc/self/smaps")?;
+        Ok(smaps.lines().any(has_key))
     }))
 }
