@@ -203,6 +203,8 @@ fn of_connections() -> [Refusal; 2] {
         local: ([127, 0, 0, 1], 80).into(),
         remote: ([10, 0, 0, 9], 4000).into(),
         inside: false,
+        inode: 4,
+        unread: false,
     };
     let connections = vec![connection];
     [

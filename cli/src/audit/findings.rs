@@ -386,6 +386,12 @@ impl Signals {
                     if closed.len() > 1 { ", ..." } else { "" }
                 ));
             }
+            let losing = all.iter().filter(|one| one.loses_bytes(assertions.tcp));
+            let losing = text::some_of(
+                "; received and not read, lost: ",
+                losing.map(ToString::to_string).collect(),
+            );
+            signal.detail.push_str(&losing);
         }
     }
 

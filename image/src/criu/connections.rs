@@ -5,7 +5,8 @@
 //! CRIU continues either all connections or none. So a closed connection is made a socket without one, with
 //! both directions shut down, which is what `criu restore --tcp-close` makes of all: reads return the end of
 //! the file, writes fail with EPIPE. Such an image needs no option at its restore. The data that was queued
-//! in the connection is removed from the image.
+//! in the connection is removed from the image. A reader to whom bytes had arrived must not take that for the
+//! end of what was sent: of its socket only the other direction is shut down, and reads fail with ENOTCONN.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -38,7 +39,8 @@ const IPPROTO_TCP: u32 = 6;
 /// The state of a socket without a connection.
 const TCP_CLOSE: u32 = 7;
 
-/// Both directions are shut down.
+/// What is shut down: the direction of writes, or both.
+const SHUTDOWN_WRITES: u32 = 2;
 const SHUTDOWN_BOTH: u32 = 3;
 
 /// What an image holds of TCP connections.
@@ -87,8 +89,12 @@ pub fn has_connections(image: &Path) -> io::Result<bool> {
 }
 
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
-/// continued.
-pub fn close_connections(dir: &Path, continued: Continued) -> Result<Connections, ImageFault> {
+/// continued. `losing_bytes`: inodes of sockets with bytes that no process has read.
+pub fn close_connections(
+    dir: &Path,
+    continued: Continued,
+    losing_bytes: &[u64],
+) -> Result<Connections, ImageFault> {
     let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
     let malformed = |error: WireError| ImageFault::malformed(NAME, error);
@@ -116,7 +122,12 @@ pub fn close_connections(dir: &Path, continued: Continued) -> Result<Connections
                 found.closed += usize::from(!has_ended);
                 is_edited = true;
                 empty(dir, &format!("tcp-stream-{inode:x}.img"))?;
-                edited.push(Cow::Owned(close(file).map_err(malformed)?));
+                let shutdown = if losing_bytes.contains(&inode.into()) {
+                    SHUTDOWN_WRITES
+                } else {
+                    SHUTDOWN_BOTH
+                };
+                edited.push(Cow::Owned(close(file, shutdown).map_err(malformed)?));
             }
         }
     }
@@ -214,7 +225,7 @@ fn address(socket: &Message<'_>, address: u32, port: u32) -> Result<SocketAddr, 
 }
 
 /// The same open file as a socket without a connection.
-fn close(file: &[u8]) -> Result<Vec<u8>, WireError> {
+fn close(file: &[u8], shutdown: u32) -> Result<Vec<u8>, WireError> {
     use field::{LOCAL, LOCAL_PORT, REMOTE, REMOTE_PORT, SHUTDOWN, STATE};
     let message = Message::parse(file)?;
     let socket = message.bytes(INET_SOCKET)?.unwrap_or_default();
@@ -225,7 +236,7 @@ fn close(file: &[u8]) -> Result<Vec<u8>, WireError> {
         (STATE, TCP_CLOSE),
         (LOCAL_PORT, 0),
         (REMOTE_PORT, 0),
-        (SHUTDOWN, SHUTDOWN_BOTH),
+        (SHUTDOWN, shutdown),
     ] {
         wire::push_number(&mut closed, field, number.into());
     }

@@ -23,6 +23,10 @@ pub struct Connection {
     pub remote: SocketAddr,
     /// Whether the other end is a socket of the container, too.
     pub inside: bool,
+    /// The inode of the socket.
+    pub inode: u64,
+    /// Whether it has bytes that no process has read.
+    pub unread: bool,
 }
 
 impl fmt::Display for Connection {
@@ -47,10 +51,19 @@ impl Connection {
             Tcp::Refuse | Tcp::Close => false,
         }
     }
+
+    /// Whether its process would take the end that it finds in the copy for the end of what was sent, although
+    /// the copy lacks bytes that had arrived.
+    pub fn loses_bytes(&self, tcp: Tcp) -> bool {
+        self.unread && !self.continues(tcp)
+    }
 }
 
 /// States of sockets without a connection: TIME_WAIT and CLOSE, which CRIU dumps, SYN_RECV and LISTEN.
 const UNCONNECTED: [u8; 4] = [3, 6, 7, 10];
+
+/// States of a connection whose other side has sent its end: CLOSE_WAIT, LAST_ACK and CLOSING.
+const ENDED: [u8; 3] = [8, 9, 11];
 
 /// A socket of a process: network namespace, inode, and a process that has it.
 type Socket = (PathBuf, u64, i32);
@@ -88,14 +101,16 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
     for what in ["net/tcp", "net/tcp6"] {
         let visit = |line: &[u8]| {
             let connection = std::str::from_utf8(line).ok().and_then(parse);
-            found.extend(connection.and_then(|(local, remote, inode)| {
-                let pid = *holders.get(&inode)?;
+            found.extend(connection.and_then(|line| {
+                let pid = *holders.get(&line.inode)?;
                 Some(Connection {
                     pid,
                     comm: proc_maps::comm(proc_root, pid),
-                    local,
-                    remote,
+                    local: line.local,
+                    remote: line.remote,
                     inside: false,
+                    inode: line.inode,
+                    unread: line.has_unread_bytes(),
                 })
             }));
             ControlFlow::Continue(())
@@ -118,10 +133,9 @@ pub(crate) fn socket(file: &Path) -> Option<u64> {
     name.strip_suffix(']')?.parse().ok()
 }
 
-/// Addresses and inode of a line of `net/tcp`, if it is a connection.
-fn parse(line: &str) -> Option<(SocketAddr, SocketAddr, u64)> {
-    let found = Line::parse(line)?;
-    (!UNCONNECTED.contains(&found.state)).then_some((found.local, found.remote, found.inode))
+/// A line of `net/tcp`, if it is a connection.
+fn parse(line: &str) -> Option<Line> {
+    Line::parse(line).filter(|line| !UNCONNECTED.contains(&line.state))
 }
 
 /// A socket in `net/tcp`, `net/udp` and those of IPv6.
@@ -129,6 +143,8 @@ pub(crate) struct Line {
     pub local: SocketAddr,
     pub remote: SocketAddr,
     pub state: u8,
+    /// Bytes that were received and not read. Of TCP an end that was not read counts as one.
+    pub unread: u64,
     pub inode: u64,
 }
 
@@ -139,8 +155,14 @@ impl Line {
             local: address(fields.next()?)?,
             remote: address(fields.next()?)?,
             state: u8::from_str_radix(fields.next()?, 16).ok()?,
-            inode: fields.nth(5)?.parse().ok()?,
+            unread: u64::from_str_radix(fields.next()?.split_once(':')?.1, 16).ok()?,
+            inode: fields.nth(4)?.parse().ok()?,
         })
+    }
+
+    /// Of TCP: without the other side's end.
+    fn has_unread_bytes(&self) -> bool {
+        self.unread > u64::from(ENDED.contains(&self.state))
     }
 }
 
@@ -165,6 +187,58 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn bytes_that_were_not_read_are_no_end_of_a_connection() {
+        let line = |state: &str, unread: &str| {
+            format!(
+                "0: 0200000A:1F90 0900000A:0050 {state} 00000000:{unread} 00:00000000 00000000 0 0 13 1 0"
+            )
+        };
+        for (state, unread, expected) in [
+            ("01", "00000000", false),
+            ("01", "00000001", true),
+            ("08", "00000000", false),
+            ("08", "00000001", false),
+            ("08", "00000002", true),
+            ("09", "00000001", false),
+            ("0B", "00000002", true),
+            ("05", "00000001", true),
+        ] {
+            let found = parse(&line(state, unread)).unwrap();
+            assert_eq!(found.inode, 13);
+            assert_eq!(found.has_unread_bytes(), expected, "{state} {unread}");
+        }
+        let unread = Connection {
+            unread: true,
+            ..one()
+        };
+        for (tcp, inside, expected) in [
+            (Tcp::Keep, false, false),
+            (Tcp::Auto, true, false),
+            (Tcp::Auto, false, true),
+            (Tcp::Close, true, true),
+        ] {
+            let connection = Connection {
+                inside,
+                ..unread.clone()
+            };
+            assert_eq!(connection.loses_bytes(tcp), expected, "{tcp:?} {inside}");
+            assert!(!one().loses_bytes(tcp));
+        }
+    }
+
+    fn one() -> Connection {
+        Connection {
+            pid: 7,
+            comm: "python".to_owned(),
+            local: ([10, 0, 0, 2], 80).into(),
+            remote: ([10, 0, 0, 9], 4000).into(),
+            inside: false,
+            inode: 13,
+            unread: false,
+        }
+    }
 
     /// Addresses, state and inode of sockets. The second and the third are the ends of a connection.
     const TCP: [(&str, &str, &str, u64); 6] = [

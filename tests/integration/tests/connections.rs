@@ -157,6 +157,54 @@ fn closed_connections_end_in_the_copy_alone(platform: Platform) -> Result<()> {
     )
 }
 
+/// The copy lacks what had arrived: a reader must not take that for the end of what was sent. One to whom
+/// nothing had arrived finds the end.
+fn a_copy_that_lacks_received_bytes_has_no_end_to_read(platform: Platform) -> Result<()> {
+    /// Reads each connection once the file /go is there.
+    const SCRIPT: &str = r#"cat >/late.sh <<'END'
+until [ -e /go ]; do sleep 0.1; done
+cat >/late-$$ 2>&1
+echo "status $?" >>/late-$$
+END
+nc -ll -p 7003 -e sh /late.sh &
+while :; do sleep 1; done"#;
+    /// A client that ends after its byte, one that stays, and one that ends without a byte.
+    const CLIENTS: &str = "exec 3<>/dev/tcp/127.0.0.1/7003 4<>/dev/tcp/127.0.0.1/7003 \
+        5<>/dev/tcp/127.0.0.1/7003; printf x >&3; printf x >&4; exec 3>&- 5>&-; sleep 1000";
+    on([host(platform, "tcp-lost", 1)?], |[host]| {
+        for word in ["close", "auto"] {
+            let script = format!("{COUNTER} &\n{SCRIPT}");
+            let tcp = format!("firn.dev/tcp={word}");
+            let options = ["--net-host", "--annotation", &tcp];
+            let source = Container::script(host, "job", &["0"], 1, &options, &script)?;
+            source.goes_on(3)?;
+            let retried = format!("until exec 9<>/dev/tcp/127.0.0.1/7003; do sleep 0.1; done; {CLIENTS}");
+            let mut clients = host.node().spawn(&["bash", "-c", &retried])?;
+            wait_for("the bytes", WAIT, || {
+                let audit = host.firn(&["audit", "job"])?.to_string();
+                let (_, lost) = audit.split_once("not read, lost: ").unwrap_or_default();
+                Ok((lost.matches("127.0.0.1:7003 to ").count() == 2).then_some(()))
+            })?;
+            source.checkpoint("checkpoint/job")?;
+            source.remove()?;
+            clients.kill()?;
+            clients.wait()?;
+            let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+            copy.exec(&["touch", "/go"])?;
+            let read = wait_for("what the copy reads", WAIT, || {
+                let read = copy.exec(&["sh", "-c", "cat /late-*"])?;
+                Ok((read.matches("status").count() == 4).then_some(read))
+            })?;
+            let failures = read.matches("Socket not connected\nstatus 1\n").count();
+            let ends = read.matches("status 0\n").count();
+            ensure!((failures, ends) == (2, 2), "{word}: {read}");
+            copy.remove()?;
+            host.remove_image("checkpoint/job")?;
+        }
+        host.idle()
+    })
+}
+
 /// In a network of its own.
 fn connections_inside_continue_in_a_network_of_the_containers_own(platform: Platform) -> Result<()> {
     on([host(platform, "tcp-own", 1)?], |[host]| {
@@ -411,6 +459,7 @@ pub(crate) fn suite() -> matrix::Suite {
         closed_connections_end_in_the_copy_alone [FORKY];
         connections_inside_continue_in_a_network_of_the_containers_own [FORKY];
         a_command_allows_what_the_container_does_not [FORKY];
+        a_copy_that_lacks_received_bytes_has_no_end_to_read [FORKY, TRIXIE];
         a_container_without_gpus_keeps_connections_by_the_same_option [FORKY];
         a_connection_that_is_not_accepted_yet_is_left_out [FORKY_V2];
         connections_survive_a_criu_that_is_killed [FORKY, FORKY_V2];

@@ -118,6 +118,8 @@ pub(super) struct Progress {
     watched: Vec<PathBuf>,
     /// Unix sockets that the copy finds closed, as the last inspection found.
     unix_sockets: Vec<UnixSocket>,
+    /// Inodes of TCP sockets with bytes that the copy will lack, as the last inspection found.
+    losing_bytes: Vec<u64>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// What the manifest will have.
@@ -286,11 +288,12 @@ impl ContainerEffects<'_> {
             self.transaction.config.deadlines.look,
         );
         let unix_sockets = self.progress.unix_sockets.len();
+        let losing_bytes = std::mem::take(&mut self.progress.losing_bytes);
         let close = move || {
             if unix_sockets > 0 {
                 close_unix_sockets(&image)?;
             }
-            close_connections(&image, continued)
+            close_connections(&image, continued, &losing_bytes)
         };
         let found = bounded(
             "close connections in the image",

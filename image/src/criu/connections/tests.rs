@@ -100,7 +100,7 @@ fn queued(dir: &Path) -> [u64; 3] {
 fn with_keep_inside_only_the_ends_of_others_are_closed() {
     let dir = image();
     let before = sockets(dir.path());
-    let found = close_connections(dir.path(), Continued::Inside).unwrap();
+    let found = close_connections(dir.path(), Continued::Inside, &[]).unwrap();
     assert_eq!(found, Connections { kept: 2, closed: 1 });
     let after = sockets(dir.path());
     assert_eq!(after[..3], before[..3]);
@@ -112,7 +112,7 @@ fn with_keep_inside_only_the_ends_of_others_are_closed() {
 fn otherwise_all_are_closed_and_listening_sockets_stay() {
     let dir = image();
     let before = sockets(dir.path());
-    let found = close_connections(dir.path(), Continued::None).unwrap();
+    let found = close_connections(dir.path(), Continued::None, &[]).unwrap();
     assert_eq!(found, Connections { kept: 0, closed: 3 });
     let after = sockets(dir.path());
     assert_eq!(after[0], before[0]);
@@ -121,8 +121,19 @@ fn otherwise_all_are_closed_and_listening_sockets_stay() {
     let bytes = std::fs::read(dir.path().join("inventory.img")).unwrap();
     let inventory = Message::parse(messages("", INVENTORY_MAGIC, &bytes).unwrap()[0]).unwrap();
     assert!(!inventory.has(MARK) && inventory.required(11) == Ok(3));
-    let again = close_connections(dir.path(), Continued::None).unwrap();
+    let again = close_connections(dir.path(), Continued::None, &[]).unwrap();
     assert_eq!(again, Connections::default());
+}
+
+/// The program that has it would take the end of the file for the end of what was sent.
+#[test]
+fn a_connection_whose_bytes_are_lost_has_no_end_to_read() {
+    let dir = image();
+    let found = close_connections(dir.path(), Continued::None, &[0xa3, 0xff]).unwrap();
+    assert_eq!(found, Connections { kept: 0, closed: 3 });
+    let shutdown = sockets(dir.path()).into_iter().map(|socket| socket.5);
+    assert_eq!(shutdown.collect::<Vec<_>>()[1..], [Some(2), Some(3), Some(3)]);
+    assert_eq!(queued(dir.path()), [0, 0, 0]);
 }
 
 #[test]
@@ -136,7 +147,7 @@ fn the_ends_of_a_connection_are_in_one_network_namespace() {
     assert_eq!(std::mem::replace(&mut bytes[at], 8), 9);
     write_file(&dir.path().join(NAME), MAGIC, &[other, elsewhere]);
     inventory(dir.path());
-    let found = close_connections(dir.path(), Continued::Inside).unwrap();
+    let found = close_connections(dir.path(), Continued::Inside, &[]).unwrap();
     assert_eq!(found, Connections { kept: 0, closed: 2 });
 }
 
@@ -148,12 +159,12 @@ fn a_file_that_is_not_as_criu_writes_it_is_an_error_and_stays() {
     bytes.pop();
     std::fs::write(&path, &bytes).unwrap();
     assert!(matches!(
-        close_connections(dir.path(), Continued::Inside),
+        close_connections(dir.path(), Continued::Inside, &[]),
         Err(ImageFault::Malformed { .. })
     ));
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
     std::fs::remove_file(&path).unwrap();
-    assert!(close_connections(dir.path(), Continued::Inside).is_err());
+    assert!(close_connections(dir.path(), Continued::Inside, &[]).is_err());
 }
 
 /// A socket that was reset keeps the address of its peer, here of one that a living connection has.
@@ -166,7 +177,7 @@ fn a_connection_that_has_ended_is_closed_in_every_case_and_is_no_end_of_another(
         let other = socket(4, 2, ESTABLISHED, [ends[1], ends[0]]);
         write_file(&dir.path().join(NAME), MAGIC, &[reset, other]);
         inventory(dir.path());
-        let found = close_connections(dir.path(), continued).unwrap();
+        let found = close_connections(dir.path(), continued, &[]).unwrap();
         assert_eq!(found, Connections { kept: 0, closed: 1 }, "{continued:?}");
         assert_eq!(sockets(dir.path())[0], (7, 0, 0, vec![0], vec![0], Some(3)));
     }
