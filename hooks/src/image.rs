@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use firn_host::UnlessAbsent;
 use firn_image::criu;
-use firn_image::criu::Host;
+use firn_image::criu::{Host, HugePages};
 use firn_oci::Spec;
 use serde_json::json;
 
@@ -24,8 +24,9 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
         Ok(host) => host.unwrap_or_else(Host::this),
         Err(error) => return Err(error).with_context(|| format!("cannot open {}", root.display())),
     };
-    let fits =
-        criu::check(&spec, image, &host).and_then(|()| criu::expect_volumes(&spec, image, bundle, None));
+    let fits = criu::check(&spec, image, &host)
+        .and_then(|()| criu::expect_volumes(&spec, image, bundle, None))
+        .and_then(|()| HugePages::of_image(image)?.expect());
     crate::answer(json!(fits.err()))
 }
 

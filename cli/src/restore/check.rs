@@ -107,6 +107,7 @@ fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreEr
         .map_err(|error| RestoreError::Plan(error.into()))?;
     let plan = Plan::make(&node, spec.clone(), facts.manifest, &args.work_dir)?;
     criu::expect_files(&facts.files, &spec, &args.work_dir)
+        .and_then(|()| facts.huge_pages.expect())
         .map_err(|error| RestoreError::Plan(error.into()))?;
     Ok(plan.map().cloned())
 }

@@ -7,7 +7,7 @@ use firn_config::{Config, Keys};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport, procfs};
-use firn_image::criu::VolumeFile;
+use firn_image::criu::{HugePages, VolumeFile};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::job_hook::JobHook;
 use firn_oci::mounts::RequiredMount;
@@ -39,6 +39,9 @@ pub struct Facts {
     pub addresses: BTreeSet<Address>,
     /// Files of its volumes that it has open or mapped.
     pub files: Vec<VolumeFile>,
+    /// What its processes have of the node's pools of huge pages.
+    #[serde(default)]
+    pub huge_pages: HugePages,
 }
 
 /// A container that runs.
@@ -99,6 +102,7 @@ impl Facts {
             cpu: CpuFeatures::here(),
             addresses,
             files,
+            huge_pages: HugePages::of_processes(&tree),
         })
     }
 }

@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport};
-use firn_image::criu;
+use firn_image::criu::{self, HugePages};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
@@ -119,6 +119,10 @@ impl Plan {
         // Kubernetes gives the copy mounts of its own.
         if !node.is_there && given.author().owns_node() {
             let expected = criu::expect_volumes(&given, &view.dir, bundle, kept.as_deref());
+            expected.map_err(|error| RestoreError::Plan(error.into()))?;
+        }
+        if !node.is_there {
+            let expected = HugePages::of_image(&view.dir).and_then(|pages| pages.expect());
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         Ok(plan)

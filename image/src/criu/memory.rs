@@ -63,6 +63,8 @@ const PLAIN_ADVICE: u64 = HUGE_PAGES | 1 << 15 | 1 << 16;
 mod vma {
     pub(super) const START: u32 = 1;
     pub(super) const END: u32 = 2;
+    pub(super) const OFFSET: u32 = 3;
+    pub(super) const MEMORY: u32 = 4;
     pub(super) const PROTECTION: u32 = 5;
     pub(super) const FLAGS: u32 = 6;
     pub(super) const STATUS: u32 = 7;
@@ -257,6 +259,49 @@ pub struct Vma {
     pub is_anonymous: bool,
     /// In addition, readable and writable, and with no policy that a copy has to repeat.
     pub is_plain: bool,
+    /// In pages of hugetlbfs.
+    pub(super) huge: Option<Huge>,
+}
+
+/// Memory in huge pages of a pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Huge {
+    /// Of a page, in KiB.
+    pub(super) size: u64,
+    /// CRIU's number of memory that several mappings share.
+    pub(super) shared: Option<u64>,
+    /// Of the mapping in that memory, in bytes.
+    pub(super) offset: u64,
+}
+
+impl Huge {
+    /// None for a mapping without huge pages, and for one for which no page is reserved.
+    fn of(vma: &Message<'_>) -> Result<Option<Self>, WireError> {
+        const SHARED: u32 = 1;
+        const NO_RESERVE: u32 = 0x4000;
+        const HUGE: u32 = 0x4_0000;
+        const SHIFT: u32 = 26;
+        /// Binary logarithm of 2 MiB, the usual size.
+        const USUAL: u32 = 21;
+        let flags = vma.required(vma::FLAGS)?;
+        if flags & HUGE == 0 || flags & NO_RESERVE != 0 {
+            return Ok(None);
+        }
+        let logarithm = match flags >> SHIFT {
+            0 => USUAL,
+            logarithm => logarithm,
+        };
+        let is_shared = flags & SHARED != 0;
+        Ok(Some(Self {
+            size: 1_u64.checked_shl(logarithm).unwrap_or(0) >> 10,
+            shared: if is_shared { vma.long(vma::MEMORY)? } else { None },
+            offset: if is_shared {
+                vma.long(vma::OFFSET)?.unwrap_or(0)
+            } else {
+                0
+            },
+        }))
+    }
 }
 
 fn mm_name(pid: i32) -> String {
@@ -291,6 +336,7 @@ fn vma(vma: &Message<'_>) -> Result<Vma, WireError> {
         at: vma.required_long(vma::START)?..vma.required_long(vma::END)?,
         is_anonymous,
         is_plain,
+        huge: Huge::of(vma)?,
     })
 }
 
@@ -392,6 +438,25 @@ pub(crate) mod testing {
             wire::push_bytes(&mut mm, VMAS, vma);
         }
         write(dir, &mm_name(pid), MM_MAGIC, &[mm]).unwrap();
+    }
+
+    /// A mapping of 2 MiB pages, of memory with this number at this offset if it is shared.
+    pub(crate) fn huge_vma(at: Range<u64>, shared: Option<u64>, offset: u64) -> Vec<u8> {
+        let flags = 0x5404_0020 | if shared.is_some() { 1 } else { 2 };
+        let mut vma = Vec::new();
+        let fields = [
+            (vma::START, at.start),
+            (vma::END, at.end),
+            (vma::OFFSET, offset),
+            (vma::MEMORY, shared.unwrap_or(0)),
+            (vma::FLAGS, flags),
+            (vma::STATUS, 1),
+            (vma::PROTECTION, 3),
+        ];
+        for (field, number) in fields {
+            wire::push_number(&mut vma, field, number);
+        }
+        vma
     }
 
     pub(crate) fn vma(at: Range<u64>, status: u64, advice: u64) -> Vec<u8> {

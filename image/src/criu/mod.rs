@@ -14,6 +14,7 @@ mod cgroups;
 mod connections;
 mod entries;
 mod files;
+mod huge_pages;
 mod made;
 pub mod memory;
 mod mounts;
@@ -40,6 +41,7 @@ use nix::sys::stat::Mode;
 use serde::{Deserialize, Serialize};
 
 pub use self::connections::{Connections, Continued, close_connections, has_connections};
+pub use self::huge_pages::HugePages;
 pub use self::made::{check as check_made, loosened};
 pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
@@ -116,6 +118,19 @@ pub enum ImageFault {
         "give the copy the volume that the container had, with its files"
     )]
     Gone { path: String, file: String },
+    /// The node has too few huge pages.
+    #[error("the processes have {needed} huge pages of {size} KiB, and this node has {free} to give")]
+    #[problem(
+        "FIRN-HUGE-PAGES",
+        "raise nr_hugepages of that size below /sys/kernel/mm/hugepages by those that lack, or end what uses \
+         them"
+    )]
+    HugePages {
+        /// Of a page, in KiB.
+        size: u64,
+        needed: u64,
+        free: u64,
+    },
     /// The spec cannot be read.
     #[error("{reason}")]
     #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]

@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{
-    BUNDLES, COUNTER, Container, FIRN, GpuHost, STOCK, SimGpu, cases, failure, matrix, on, saw_object,
+    BUNDLES, COUNTER, Container, FIRN, FREE_HUGE_PAGES, GpuHost, HugePages, STOCK, SimGpu, cases, failure,
+    matrix, nothing_left, on, saw_object,
 };
 use firn_node::{Platform, wait_for};
 
-use table::{BY_RULES, LOST, Object, REFUSED, Refused, WATCHES, movable};
+use table::{BY_RULES, HUGE_PAGES, LOST, Object, REFUSED, Refused, WATCHES, movable};
 
 /// The code of most objects.
 const CODE: &str = "FIRN-OBJECT";
@@ -199,6 +200,41 @@ fn watched_files_are_found_by_their_names(platform: Platform) -> Result<()> {
         host.node().write(CONFIGURATION, scanned.concat())?;
         move_all(host, &WATCHES, Kind::Plain)?;
         host.node().run(&["rm", CONFIGURATION])?;
+        host.idle()
+    })
+}
+
+/// A restore is refused where the node has no page left for them.
+fn huge_pages_move_where_the_node_has_some(platform: Platform) -> Result<()> {
+    on([host(platform, "ob-h")?], |[host]| {
+        let _pages = HugePages::add(4)?;
+        let node = host.node();
+        node.write("/srv/none", "0\n")?;
+        host.watch_runc()?;
+        for kind in KINDS {
+            move_all(host, &HUGE_PAGES, kind).with_context(|| kind.shown())?;
+            let container = kind.start_all(host, &HUGE_PAGES)?;
+            kind.all_go_on(host, &container, &HUGE_PAGES, &[])?;
+            container.checkpoint(IMAGE)?;
+            container.remove()?;
+            node.run(&["mount", "--bind", "/srv/none", FREE_HUGE_PAGES])?;
+            let before = host.runc_calls("restore")?;
+            let dry = failure(node.run(&["firn", "restore", IMAGE, "--dry-run"]))?;
+            let output = failure(Container::restore(host, "c", IMAGE, kind.counters()))?;
+            for output in [dry, output] {
+                let shown = "FIRN-HUGE-PAGES: ";
+                let counted = "2 huge pages of 2048 KiB, and this node has 0 to give";
+                ensure!(output.contains(shown) && output.contains(counted), "{output}");
+            }
+            ensure!(host.runc_calls("restore")? == before, "runc was called");
+            node.run(&["umount", FREE_HUGE_PAGES])?;
+            node.run(&["ctr", "containers", "delete", "c"])?;
+            nothing_left(host, "c")?;
+            host.remove_image(IMAGE)?;
+            for object in HUGE_PAGES {
+                saw_object(object.1, kind.shown(), "moves")?;
+            }
+        }
         host.idle()
     })
 }
@@ -481,6 +517,7 @@ pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         objects_move [FORKY, TRIXIE];
         watched_files_are_found_by_their_names [FORKY, TRIXIE];
+        huge_pages_move_where_the_node_has_some [FORKY, TRIXIE];
         objects_are_refused [FORKY, TRIXIE];
         settings_are_lost_and_the_audit_names_them [FORKY, TRIXIE];
         a_chroot_of_the_first_process_is_refused [FORKY, TRIXIE];

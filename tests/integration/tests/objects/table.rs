@@ -79,6 +79,16 @@ pub(super) const WATCHES: [Object<'_>; 3] = [
     ("fanotify", "fanotify of a file", SYS_ADMIN),
 ];
 
+/// They move where the node has huge pages for them.
+pub(super) const HUGE_PAGES: [Object<'_>; 2] = [
+    ("huge-page", "memory in huge pages (hugetlbfs), private", &[]),
+    (
+        "shared-huge-page",
+        "memory in huge pages (hugetlbfs), shared",
+        &[],
+    ),
+];
+
 /// A setting that no copy has, and how `firn audit` calls it; `None` if it cannot be seen.
 pub(super) const LOST: [(Object<'_>, Option<&str>); 5] = [
     (("affinity", "CPU affinity", &[]), Some("CPU affinity (")),

@@ -1,13 +1,17 @@
 //! A move to a node that lacks one fact of the container is refused before the container stands still, by
 //! code and name. One job needs everything; the other node has everything, less one thing at a time.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
-use firn_lab::{COUNTER, Container, GpuHost, on};
-use firn_node::Platform;
+use firn_lab::{COUNTER, Container, FREE_HUGE_PAGES, GpuHost, HugePages, on};
+use firn_node::{Platform, wait_for};
 
 use super::failures::refused;
 use super::moves::{join, knows_nothing, moved, not_moved, pair};
 use super::{copy, counter, host, nothing_left};
+
+const WAIT: Duration = Duration::from_secs(60);
 
 /// A fact that the other node lacks.
 struct Lack<'a> {
@@ -286,6 +290,40 @@ pub fn an_idle_gpu_needs_the_mounts_as_well(platform: Platform) -> Result<()> {
         })?;
         job.beats_on()?;
         job.remove()?;
+        a.idle()?;
+        b.idle()
+    })
+}
+
+/// Both nodes have one kernel, so one of them is shown another count.
+pub fn huge_pages_of_the_other_node_are_counted(platform: Platform) -> Result<()> {
+    const HUGE: &str = "objects huge-page /none /log-huge &\n";
+    const COUNT: &str =
+        "FIRN-HUGE-PAGES: the processes have 1 huge pages of 2048 KiB, and this node has 0 to give";
+    on(pair(platform, "tm-huge")?, |[a, b]| {
+        let _pages = HugePages::add(4)?;
+        let job = Container::beat(a, "job", &[], HUGE)?;
+        wait_for("the page", WAIT, || {
+            Ok(job.exec(&["test", "-s", "/log-huge"]).ok().map(drop))
+        })?;
+        b.node().run(&["sh", "-c", "echo 0 >/srv/none"])?;
+        let take = format!("mount --bind /srv/none {FREE_HUGE_PAGES}");
+        let bring = format!("umount {FREE_HUGE_PAGES}");
+        let lack = Lack {
+            what: "huge pages",
+            part: COUNT,
+            options: &[],
+            take: &take,
+            bring: &bring,
+        };
+        join(a, b, || {
+            refused_without(a, b, &[&lack])?;
+            moved(a, &[])?;
+            let copy = Container::known(b, "job");
+            copy.beats_on()?;
+            copy.remove()
+        })?;
+        ensure!(job.status().is_err(), "the source is left");
         a.idle()?;
         b.idle()
     })

@@ -283,6 +283,7 @@ pub(crate) fn suite() -> matrix::Suite {
         moves::a_node_that_cannot_take_it_is_refused_before_the_pause [FORKY];
         lacks::what_the_other_node_lacks_is_named_before_the_pause [FORKY];
         lacks::a_container_without_a_gpu_is_looked_at_as_well [FORKY];
+        lacks::huge_pages_of_the_other_node_are_counted [FORKY];
         lacks::an_idle_gpu_needs_the_mounts_as_well [FORKY];
         lacks::a_cpu_that_can_do_less_refuses_a_restore [FORKY, TRIXIE];
         moves::a_busy_gpu_is_seen_before_the_pause_and_another_one_chosen [FORKY, TRIXIE];

@@ -269,10 +269,27 @@ pub(super) fn aio() -> io::Result<Look> {
     }))
 }
 
-/// A page of a file that is mapped for good.
+/// Memory that is mapped for good.
 pub(super) struct Memory(*mut u8);
 
 impl Memory {
+    /// A huge page, which is shared with children or not.
+    pub(super) fn huge(is_shared: bool) -> io::Result<Self> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let sharing = if is_shared {
+            libc::MAP_SHARED
+        } else {
+            libc::MAP_PRIVATE
+        };
+        let flags = sharing | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        // SAFETY: the kernel chooses the address, where nothing is.
+        let memory = unsafe { libc::mmap(ptr::null_mut(), 2 << 20, access, flags, -1, 0) };
+        if memory == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self(memory.cast()))
+    }
+
     pub(super) fn of(file: &File) -> io::Result<Self> {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let (nothing, fd) = (ptr::null_mut(), file.as_raw_fd());

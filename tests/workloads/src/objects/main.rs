@@ -214,6 +214,10 @@ enum Kind {
     Connection,
     /// A file by a deleted name, which has another one
     OtherName,
+    /// A huge page of its own
+    HugePage,
+    /// A huge page that it may share
+    SharedHugePage,
     /// The CPUs that it may use
     Affinity,
     /// An I/O priority
@@ -329,6 +333,8 @@ fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::Terminal => files::terminal(),
         Kind::PosixQueue => open(kernel::message_queue()?),
         Kind::IoUring => open(habits::io_uring()?),
+        Kind::HugePage => Ok(held(kernel::Memory::huge(false)?)),
+        Kind::SharedHugePage => Ok(held(kernel::Memory::huge(true)?)),
         Kind::ProtectionKey => processes::protection_key(),
         Kind::Connection => files::connection(),
         Kind::OtherName => files::with_another_name(path),
@@ -398,6 +404,12 @@ fn kept(mut file: File) -> io::Result<Look> {
         file.read_to_end(&mut content)?;
         Ok(content == [BYTE])
     }))
+}
+
+/// What memory holds.
+fn held(memory: kernel::Memory) -> Look {
+    memory.put(BYTE);
+    Box::new(move || Ok(memory.first() == BYTE))
 }
 
 /// A child that waits for ever. (A sleep that is in progress at a dump ends early, by CRIU.)
