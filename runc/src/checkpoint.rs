@@ -61,7 +61,12 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure
     };
     let code = done.as_ref().err().and_then(code_of);
     let outcome = recording.outcome(&container, done.is_ok());
-    history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
+    history::write(
+        &HistoryDir::default(),
+        recording.entry(outcome, code),
+        recording.take_log(),
+    )
+    .await;
     // The note of a suspended container leads the next call to its journal.
     if container.state() != InitState::Suspended {
         open.end().map_err(Trouble::Notes)?;

@@ -109,7 +109,12 @@ async fn rolled_back(
         let done = checkpoint::resume(container, reaper).await;
         let code = done.as_ref().err().and_then(code_of);
         let outcome = recording.outcome(container, done.is_ok());
-        history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
+        history::write(
+            &HistoryDir::default(),
+            recording.entry(outcome, code),
+            recording.take_log(),
+        )
+        .await;
         done?;
         return Ok(CallEnd::Pass);
     }

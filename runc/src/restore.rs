@@ -53,7 +53,12 @@ pub async fn run(line: &CommandLine, reaper: &Reaper) -> Result<CallEnd, Failure
     let done = transact(line, id, &bundle, &image, reaper).await;
     let outcome = if done.is_ok() { "done" } else { "failed" };
     let code = done.as_ref().err().and_then(code_of);
-    history::write(&HistoryDir::default(), recording.entry(outcome, code)).await;
+    history::write(
+        &HistoryDir::default(),
+        recording.entry(outcome, code),
+        recording.take_log(),
+    )
+    .await;
     open.end().map_err(Trouble::Notes)?;
     done.map(|()| CallEnd::Here)
 }

@@ -1,6 +1,7 @@
 //! The history of this shim's transactions. It is written after the client has its answer, for which a
 //! workload may stand still, and in the order of the answers.
 
+use std::fs::File;
 use std::future::Future;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -29,8 +30,14 @@ impl History {
         &self.place
     }
 
-    /// Writes the entry in the background, with the name of its container's image once that is known.
-    pub(crate) fn write(&self, entry: Entry, image: impl Future<Output = String> + Send + 'static) {
+    /// Writes the entry in the background, with the name of its container's image once that is known, and
+    /// keeps CRIU's log.
+    pub(crate) fn write(
+        &self,
+        entry: Entry,
+        log: Option<File>,
+        image: impl Future<Output = String> + Send + 'static,
+    ) {
         let place = self.place.clone();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let before = last.take();
@@ -40,7 +47,7 @@ impl History {
                 // One that has panicked is lost, and no other.
                 let _ = before.await;
             }
-            write(&place, Entry { image, ..entry }).await;
+            write(&place, Entry { image, ..entry }, log).await;
         }));
     }
 
@@ -73,8 +80,8 @@ mod tests {
         let place = HistoryDir::new(dir.path().join("history"));
         let history = History::new(place.clone());
         let (known, image) = oneshot::channel();
-        history.write(entry("first"), async { image.await.unwrap_or_default() });
-        history.write(entry("second"), async { String::new() });
+        history.write(entry("first"), None, async { image.await.unwrap_or_default() });
+        history.write(entry("second"), None, async { String::new() });
         tokio::task::yield_now().await;
         assert!(
             place.read().unwrap().entries.is_empty(),
@@ -92,7 +99,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let history = History::new(HistoryDir::new(dir.path().join("history")));
         assert!(history.flush(Duration::ZERO).await, "nothing to write");
-        history.write(entry("first"), std::future::pending());
+        history.write(entry("first"), None, std::future::pending());
         assert!(!history.flush(Duration::from_millis(1)).await);
     }
 }

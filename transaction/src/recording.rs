@@ -4,10 +4,14 @@
 //! A call of a client runs [`within_call`]; blocking work that it starts does, too. Code outside of any
 //! call, such as unit tests of a phase, finds none and continues.
 
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use firn_host::clock;
+use firn_host::{UnlessAbsent, clock};
+use firn_process::OrWarn;
 use firn_process::call;
 use firn_process::panics::lock;
 use serde::{Deserialize, Serialize};
@@ -82,6 +86,8 @@ pub struct Recording {
     pub(crate) at: u64,
     pub(crate) begun: Instant,
     pub(crate) measured: Mutex<Measured>,
+    /// CRIU's log of the call that has failed.
+    log: Mutex<Option<File>>,
 }
 
 #[derive(Debug)]
@@ -136,6 +142,7 @@ impl Recording {
             namespace: namespace.to_owned(),
             at: clock::now(),
             begun: now,
+            log: Mutex::default(),
             measured: Mutex::new(Measured {
                 phases: Vec::new(),
                 open: None,
@@ -149,6 +156,23 @@ impl Recording {
     /// As log lines have it.
     pub fn fields(&self) -> String {
         format!("container={} transaction={}", self.container, self.id)
+    }
+
+    /// Has the history keep CRIU's log, also if its directory is removed meanwhile.
+    pub(crate) fn keep_log(&self, log: &Path) {
+        let mut options = File::options();
+        let opened = options
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(log)
+            .if_present();
+        let opened = opened.or_warn(format_args!("cannot keep CRIU's log"));
+        *lock(&self.log) = opened.flatten();
+    }
+
+    /// The log that the history is to keep.
+    pub fn take_log(&self) -> Option<File> {
+        lock(&self.log).take()
     }
 
     /// What the journal keeps, for a shim that is killed.

@@ -1,6 +1,8 @@
 //! The history as JSON.
 
-use firn_transaction::history::{Entry, PhaseTime};
+use std::path::PathBuf;
+
+use firn_transaction::history::{Entry, HistoryDir, PhaseTime};
 use serde::Serialize;
 
 use crate::output::printed;
@@ -50,6 +52,8 @@ struct Transaction<'a> {
     gpu_bytes: Option<u64>,
     /// Size of the checkpoint in bytes, with what is in a store; absent if it has no manifest.
     image_bytes: Option<u64>,
+    /// CRIU's log, if CRIU has failed and the log is kept: an absolute path.
+    criu_log: Option<PathBuf>,
 }
 
 /// A phase of a transaction.
@@ -67,15 +71,16 @@ struct Phase<'a> {
 }
 
 impl<'a> History<'a> {
-    pub fn of(entries: &'a [Entry]) -> Self {
+    pub fn of(place: &HistoryDir, entries: &'a [Entry]) -> Self {
+        let of = |entry| Transaction::of(place, entry);
         Self {
-            transactions: entries.iter().map(Transaction::of).collect(),
+            transactions: entries.iter().map(of).collect(),
         }
     }
 }
 
 impl<'a> Transaction<'a> {
-    fn of(entry: &'a Entry) -> Self {
+    fn of(place: &HistoryDir, entry: &'a Entry) -> Self {
         let bytes = |bytes: u64| Some(bytes).filter(|bytes| *bytes > 0);
         Self {
             time: &entry.time,
@@ -91,6 +96,7 @@ impl<'a> Transaction<'a> {
             phases: entry.phases.iter().map(Phase::of).collect(),
             gpu_bytes: bytes(entry.gpu_bytes),
             image_bytes: bytes(entry.image_bytes),
+            criu_log: place.log_of(entry),
         }
     }
 }

@@ -14,10 +14,11 @@ use crate::text;
 
 /// True: done.
 pub fn run(args: &HistoryArgs) -> Result<bool> {
-    let mut entries = read(&args.dir)?;
+    let place = HistoryDir::new(&args.dir);
+    let mut entries = read(&place, &args.dir)?;
     entries.retain(|entry| is_asked_for(args, entry));
     if args.json {
-        output::json(&json::History::of(&entries))?;
+        output::json(&json::History::of(&place, &entries))?;
     } else if entries.is_empty() {
         line!("no such transaction has ended on this node");
     } else {
@@ -34,12 +35,19 @@ pub fn run(args: &HistoryArgs) -> Result<bool> {
             "PHASE",
         ];
         output::table(HEAD, entries.iter().map(row));
+        let logs = entries
+            .iter()
+            .filter_map(|entry| Some((entry, place.log_of(entry)?)));
+        for (entry, log) in logs {
+            let (time, container) = (text::time(entry.at / 1000), &entry.container);
+            line!("CRIU's log of {container}, {time}: {}", log.display());
+        }
     }
     Ok(true)
 }
 
-fn read(dir: &Path) -> Result<Vec<Entry>> {
-    let history = HistoryDir::new(dir).read();
+fn read(place: &HistoryDir, dir: &Path) -> Result<Vec<Entry>> {
+    let history = place.read();
     let of = || format!("read the history in {}: try `sudo firn history`", dir.display());
     Ok(history.with_context(of)?.entries)
 }

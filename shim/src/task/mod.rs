@@ -156,7 +156,8 @@ impl Service {
                 .publish_end(&recording.container, operation, result);
         }
         let image = async { image.await.unwrap_or_default() };
-        self.history.write(recording.entry(outcome, code), image);
+        let log = recording.take_log();
+        self.history.write(recording.entry(outcome, code), log, image);
     }
 
     /// Notes that a container which is being made is not wanted any more.

@@ -20,6 +20,7 @@ use crate::end_proof::Durable;
 use crate::image_dir::{ImageDir, ImageDirError, error_lines};
 use crate::journal::ImageWas;
 use crate::killed_criu::DUMP_LOG;
+use crate::recording;
 use crate::runc::{Bounds, Checkpoint, RuncError};
 
 /// How long a finished checkpoint may wait for the file systems of its image and log.
@@ -210,6 +211,9 @@ impl Leftovers {
             if let (Some(work), Some(kept)) = (&work, kept) {
                 work.keep_log(&kept);
                 found.lines = error_lines(&kept);
+                if let Some(recording) = recording::current() {
+                    recording.keep_log(&kept);
+                }
             }
             if let (Some(image), false) = (image, complete) {
                 found.gone = image.check().err();

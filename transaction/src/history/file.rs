@@ -16,6 +16,7 @@ use firn_host::{FileId, UnlessAbsent, atomic_file};
 
 use serde_json::Value;
 
+use super::logs::{self, LOGS};
 use super::{Entry, Totals, totals};
 
 const FILE: &str = "transactions.jsonl";
@@ -80,6 +81,17 @@ impl HistoryDir {
         let written = file.write_all(&line).and_then(|()| file.sync_data());
         // The part of a line that a full disk has taken.
         written.inspect_err(|_| drop(file.set_len(length)))
+    }
+
+    /// Keeps CRIU's log of an entry. Returns its name.
+    pub(super) fn keep_log(&self, log: &File, entry: &Entry) -> io::Result<String> {
+        logs::keep(&self.0, log, entry)
+    }
+
+    /// Where CRIU's log of an entry is, if it is kept.
+    pub fn log_of(&self, entry: &Entry) -> Option<PathBuf> {
+        let path = self.0.join(LOGS).join(&entry.criu_log);
+        (!entry.criu_log.is_empty() && path.exists()).then_some(path)
     }
 
     fn open(&self) -> io::Result<File> {

@@ -1,12 +1,15 @@
 //! The history of the node's transactions: a line of JSON for each that has ended, in a file of bounded size.
 //!
 //! It is written when a transaction has ended, by its shim or by firn-runc, and read by `firn`. What cannot
-//! be written is logged: no transaction fails for its history. It has no paths, messages or environments.
+//! be written is logged: no transaction fails for its history. It has no paths, messages or environments;
+//! CRIU's logs of the last failures, which have, are next to it.
 
 mod file;
+mod logs;
 mod totals;
 
 use std::fmt::Display;
+use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,6 +17,7 @@ use firn_host::{Rfc3339, clock};
 use serde::{Deserialize, Serialize};
 
 pub use file::{History, HistoryDir, LIMIT};
+pub use logs::LOGS;
 pub use totals::{BUCKETS, Durations, Totals};
 
 use firn_host::procfs;
@@ -62,6 +66,9 @@ pub struct Entry {
     /// Size of the image, with what is in a store.
     #[serde(skip_serializing_if = "is_zero")]
     pub image_bytes: u64,
+    /// Name of CRIU's log below [`LOGS`]; empty if it has not failed, or its log is kept no more.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub criu_log: String,
 }
 
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
@@ -117,10 +124,18 @@ pub(crate) fn time(at: u64) -> String {
     Rfc3339(Duration::from_millis(at)).to_string()
 }
 
-/// Appends an entry. Waits no longer than [`PATIENCE`].
-pub async fn write(place: &HistoryDir, entry: Entry) {
+/// Appends an entry, and keeps CRIU's log of it. Waits no longer than [`PATIENCE`].
+pub async fn write(place: &HistoryDir, mut entry: Entry, log: Option<File>) {
     let (at, id) = (place.clone(), entry.id.clone());
-    let appended = blocking(move || at.append(&entry));
+    let appended = blocking(move || {
+        if let Some(log) = log {
+            let kept = at.keep_log(&log, &entry);
+            entry.criu_log = kept
+                .or_warn(format_args!("cannot keep CRIU's log"))
+                .unwrap_or_default();
+        }
+        at.append(&entry)
+    });
     match tokio::time::timeout(PATIENCE, appended).await {
         Ok(done) => drop(done.or_warn(format_args!("cannot write {id} into the history"))),
         Err(_) => log::warn!("cannot write {id} into the history within {PATIENCE:?}"),
@@ -133,7 +148,7 @@ pub async fn write_killed(place: &HistoryDir, bundle: &Path) {
     let record = Record::read(bundle).ok().flatten();
     let killed = record.filter(|record| record.outcome.is_none());
     if let Some(entry) = killed.as_ref().and_then(Entry::of_killed) {
-        write(place, entry).await;
+        write(place, entry, None).await;
     }
 }
 
@@ -168,6 +183,7 @@ impl Recording {
             phases: measured.phases.clone(),
             gpu_bytes: measured.gpu_bytes,
             image_bytes: measured.image_bytes,
+            criu_log: String::new(),
         }
     }
 }

@@ -243,7 +243,7 @@ async fn the_phase_that_failed_is_marked_and_its_time_is_not_the_rollbacks() {
         recording.enter(Phase::Rollback);
         recording.enter(Phase::GpuRestore);
         let code = Some("FIRN-DUMP".to_owned());
-        write(&place, recording.entry("failed", code)).await;
+        write(&place, recording.entry("failed", code), None).await;
     });
     call.await;
     let history = place.read().unwrap();
@@ -325,7 +325,12 @@ async fn a_rollback_begins_because_of_the_phase_before() {
 async fn a_history_that_cannot_be_written_is_no_failure() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
-    write(&HistoryDir::new(dir.path().join("file/history")), entry("1")).await;
+    write(
+        &HistoryDir::new(dir.path().join("file/history")),
+        entry("1"),
+        None,
+    )
+    .await;
 }
 
 #[tokio::test]

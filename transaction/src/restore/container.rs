@@ -23,7 +23,7 @@ use firn_process::tracer::TracedThreads;
 use super::compare;
 use super::error::Cause;
 use super::rollback::rollback;
-use super::run::{first_errors, forget_refusal, refusal_of_script};
+use super::run::{forget_refusal, read_log, refusal_of_script};
 use crate::driver::Driver;
 use crate::effects;
 use crate::job_hook::Caller;
@@ -174,7 +174,7 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let (restored, verified) = tokio::join!(restoring, verifying);
         verified?;
         if let Err(error) = restored {
-            let lines = first_errors(&self.log).await;
+            let lines = read_log(&self.log).await;
             return Err(
                 match (error, refusal_of_script(self.transaction.container).await) {
                     (RuncError::Cancelled { .. }, _) => Cause::Killed,

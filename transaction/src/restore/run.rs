@@ -414,7 +414,7 @@ async fn plain(
             pid
         }
         Err(error) => {
-            let lines = first_errors(&log).await;
+            let lines = read_log(&log).await;
             // The runtime and CRIU may have been killed before they could clean up.
             roll_back(container, was_free, journal).await;
             Err(match (error, refusal_of_script(container).await) {
@@ -464,9 +464,16 @@ async fn forget_log(log: &Path) {
     remove(what, log.to_owned(), |log| std::fs::remove_file(log)).await;
 }
 
-pub(super) async fn first_errors(log: &Path) -> Vec<String> {
+/// The first errors of CRIU's log, which the history is to keep.
+pub(super) async fn read_log(log: &Path) -> Vec<String> {
     let log = log.to_owned();
-    tidy("read CRIU's log", move || error_lines(&log)).await
+    let read = move || {
+        if let Some(recording) = recording::current() {
+            recording.keep_log(&log);
+        }
+        error_lines(&log)
+    };
+    tidy("read CRIU's log", read).await
 }
 
 #[cfg(test)]

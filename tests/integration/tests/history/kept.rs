@@ -2,8 +2,8 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use anyhow::{Context, Result, ensure};
-use firn_lab::{Container, GpuHost, failure, on};
+use anyhow::{Context, Result, bail, ensure};
+use firn_lab::{Container, FIRN, GpuHost, failure, on};
 use firn_node::{Platform, wait_for};
 use serde_json::{Value, json};
 
@@ -162,6 +162,50 @@ fn expect_logged(host: &GpuHost, since: usize, all: &[Value]) -> Result<()> {
     let error = error.with_context(|| format!("no error in {log}"))?;
     ensure!(error.contains(" container=job transaction="), "{error}");
     Ok(())
+}
+
+/// The bundle is removed with the container.
+pub fn criu_s_log_outlives_the_bundle(platform: Platform) -> Result<()> {
+    const CAUSE: &str = "Unknown socket collected (family 40)";
+    on([host(platform, "hi-log", 1)?], |[host]| {
+        let node = host.node();
+        let command = ["objects", "vsock", "/object", "/log"];
+        let job = Container::run(host, "job", &["--runtime", FIRN], &command)?;
+        wait_for("the socket", LIMIT, || {
+            Ok(job.exec(&["test", "-s", "/log"]).ok().map(drop))
+        })?;
+        failure(job.checkpoint("checkpoint/job"))?;
+        job.remove()?;
+        let all = wait_for("the failure in the history", LIMIT, || {
+            let all = history(host, &["--failed"])?;
+            Ok((!all.is_empty()).then_some(all))
+        })?;
+        let [Value::String(log)] = &all
+            .iter()
+            .map(|entry| entry["criu_log"].clone())
+            .collect::<Vec<_>>()[..]
+        else {
+            bail!("not one log: {all:?}");
+        };
+        ensure!(node.read(log)?.contains(CAUSE), "{log} lacks the cause");
+        let mode = node.path(log).metadata()?.mode() & 0o777;
+        ensure!(mode == 0o600, "others may read {log}: {mode:o}");
+        let shown = node.run(&["firn", "history"])?.stdout;
+        ensure!(shown.contains(&format!(": {log}\n")), "{shown}");
+        // The dump does not fail in CRIU.
+        host.fault(&FAULT)?;
+        let other = Container::count(host, "other", &["0"], 1, &[])?;
+        failure(other.checkpoint("checkpoint/other"))?;
+        let failed = wait_for("the other failure", LIMIT, || {
+            let all = history(host, &["--failed"])?;
+            Ok((all.len() == 2).then_some(all))
+        })?;
+        ensure!(failed[1]["criu_log"].is_null(), "{failed:?}");
+        node.run(&["rm", log])?;
+        let shown = node.run(&["firn", "history"])?.stdout;
+        ensure!(!shown.contains("CRIU's log"), "{shown}");
+        other.remove()
+    })
 }
 
 pub fn a_killed_shim_is_remembered(platform: Platform) -> Result<()> {

@@ -55,6 +55,7 @@ fn phases(transaction: &Value) -> (Vec<&str>, Option<&str>) {
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         kept::transactions_are_kept_with_phases_and_codes [FORKY, TRIXIE];
+        kept::criu_s_log_outlives_the_bundle [FORKY, TRIXIE];
         kept::a_killed_shim_is_remembered [FORKY];
         kept::a_full_disk_costs_the_history_alone [FORKY];
         kept::the_history_is_bounded_whatever_is_in_it [FORKY];

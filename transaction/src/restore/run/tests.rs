@@ -281,7 +281,7 @@ async fn errors_of_an_earlier_restore_are_not_reported() {
         fs::write(&log, "(00.1) Error (criu/x.c:1): no memory\n(00.2) done\n").unwrap();
     };
     leave();
-    assert_eq!(first_errors(&log).await, ["(criu/x.c:1): no memory"]);
+    assert_eq!(read_log(&log).await, ["(criu/x.c:1): no memory"]);
     assert_eq!(refusal_of_script(&container).await, Some(refusal.clone()));
     leave();
     warnings();
@@ -291,7 +291,7 @@ async fn errors_of_an_earlier_restore_are_not_reported() {
         forget_refusal(&container).await;
     }
     assert_eq!(warnings(), Vec::<String>::new());
-    assert_eq!(first_errors(&log).await, Vec::<String>::new());
+    assert_eq!(read_log(&log).await, Vec::<String>::new());
     assert_eq!(refusal_of_script(&container).await, None);
     fs::create_dir(&log).unwrap();
     forget_log(&log).await;
