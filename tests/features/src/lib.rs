@@ -1,0 +1,1 @@
+//! Has no code: see its Cargo.toml.
