@@ -4,9 +4,10 @@
 //! while firn's containers run. Left out where there is no Go. `FIRN_CONTAINERD=v2.2.9` in the environment
 //! takes another release.
 //!
-//! And firn's own upgrade: its programs are replaced while containers run under the shim that was there.
+//! And firn's own upgrade: its programs are replaced while containers run under the shim that was there. With
+//! those of another release, which `FIRN_OTHER_PROGRAMS` names, each restores the images of the other.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -17,6 +18,8 @@ use serde_json::Value;
 const MODULE: &str = "github.com/containerd/containerd/v2";
 const VERSION: &str = "v2.3.7";
 const VERSION_ENV: &str = "FIRN_CONTAINERD";
+/// A directory with the programs of another release of firn.
+const OTHER_ENV: &str = "FIRN_OTHER_PROGRAMS";
 const LIMIT: Duration = Duration::from_secs(60);
 /// Where programs hide those of Debian.
 const BIN: &str = "/usr/local/bin";
@@ -271,6 +274,55 @@ fn containers_survive_an_upgrade_of_containerd_and_shim(platform: Platform) -> R
     upgrade(platform, Before::Stock, "dm-shim")
 }
 
+/// Installs the programs of `from`.
+fn install_firn(host: &GpuHost, from: &Path) -> Result<()> {
+    let install = |name| {
+        host.node()
+            .install(&from.join(name), format!("{BIN}/{name}"), 0o755)
+    };
+    FIRNS.into_iter().try_for_each(install)
+}
+
+/// With the programs of another release of firn: each restores what the other has made.
+fn images_of_another_firn_restore_and_it_restores_ours(platform: Platform) -> Result<()> {
+    let Some(other) = std::env::var_os(OTHER_ENV).map(PathBuf::from) else {
+        return Err(Skip::new(format!("{OTHER_ENV} names no programs of another firn")).into());
+    };
+    let own = tempfile::tempdir()?;
+    let host = GpuHost::for_test(platform, "dm-other", &[SimGpu::h200(1)])?;
+    on([host], |[host]| {
+        for name in FIRNS {
+            std::fs::copy(host.node().path(format!("{BIN}/{name}")), own.path().join(name))?;
+        }
+        for config in ["", "[images]\nstore = \"/srv/store\"\nbulk = \"store\"\n"] {
+            host.configure(config)?;
+            for (maker, user) in [(own.path(), &*other), (&*other, own.path())] {
+                restores_image_of(host, maker, user)
+                    .with_context(|| format!("{} by {}, {config:?}", maker.display(), user.display()))?;
+            }
+        }
+        install_firn(host, own.path())?;
+        host.idle()
+    })
+}
+
+fn restores_image_of(host: &GpuHost, maker: &Path, user: &Path) -> Result<()> {
+    install_firn(host, maker)?;
+    let job = Container::count(host, "job", &["0"], 1, &[])?;
+    job.goes_on(3)?;
+    job.checkpoint("checkpoint/job")?;
+    job.goes_on(3)?;
+    job.remove()?;
+    install_firn(host, user)?;
+    host.node().run(&["firn", "inspect", "checkpoint/job"])?;
+    host.node().run(&["firn", "audit", "checkpoint/job"])?;
+    let (copy, _) = Container::restore(host, "job", "checkpoint/job", 1)?;
+    copy.goes_on(3)?;
+    copy.checkpoints_again("checkpoint/job")?;
+    copy.remove()?;
+    host.remove_image("checkpoint/job")
+}
+
 /// Replaces firn's programs as a package manager does: another file under the same path.
 fn upgrade_firn(host: &GpuHost) -> Result<()> {
     for name in FIRNS {
@@ -334,5 +386,6 @@ pub(crate) fn suite() -> matrix::Suite {
         containers_survive_an_upgrade_of_containerd [FORKY, TRIXIE];
         containers_survive_an_upgrade_of_containerd_and_shim [FORKY, TRIXIE];
         gpu_containers_survive_an_upgrade_of_firn [FORKY, TRIXIE];
+        images_of_another_firn_restore_and_it_restores_ours [FORKY, TRIXIE];
     })
 }
