@@ -354,8 +354,8 @@ impl<'a> Run<'a> {
             return Ok(());
         };
         let refuses = assertions.tcp == Tcp::Refuse;
-        // A dump that continues all takes them as they are then: only the audit shows them.
-        if self.until_refused && assertions.tcp == Tcp::Keep {
+        // A dump takes them as they are then: only the audit shows them.
+        if self.until_refused && !refuses {
             return Ok(());
         }
         let found = finding::connections(self.proc_root, &self.dumped())?;

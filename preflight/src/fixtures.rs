@@ -203,7 +203,6 @@ fn of_connections() -> [Refusal; 2] {
         local: ([127, 0, 0, 1], 80).into(),
         remote: ([10, 0, 0, 9], 4000).into(),
         inside: false,
-        inode: 4,
         unread: false,
     };
     let connections = vec![connection];
@@ -229,7 +228,7 @@ pub fn unix_socket() -> UnixSocket {
     }
 }
 
-fn of_unix_sockets() -> [Refusal; 4] {
+fn of_unix_sockets() -> [Refusal; 5] {
     let sockets = vec![unix_socket()];
     [
         Refusal::UnixSockets {
@@ -241,6 +240,9 @@ fn of_unix_sockets() -> [Refusal; 4] {
         Refusal::UnixSocketsUnseen {
             sockets: sockets.clone(),
         },
-        Refusal::UnixSocketsPlugin { sockets },
+        Refusal::UnixSocketsPlugin {
+            sockets: sockets.clone(),
+        },
+        Refusal::PlainUnixSockets { sockets },
     ]
 }

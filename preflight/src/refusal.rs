@@ -202,6 +202,12 @@ pub enum Refusal {
     #[problem("FIRN-UNIX", CLOSE_BEFORE)]
     UnixSocketsUnseen { sockets: Vec<UnixSocket> },
     #[error(
+        "Unix sockets lead outside of the container, and CRIU cannot dump them: {}",
+        listed(sockets)
+    )]
+    #[problem("FIRN-UNIX", CLOSE_PLAIN)]
+    PlainUnixSockets { sockets: Vec<UnixSocket> },
+    #[error(
         "CRIU closes Unix sockets in a copy only with firn's plugin: {}",
         listed(sockets)
     )]
@@ -283,6 +289,7 @@ impl Refusal {
             | Self::UnixSocketsKept { .. }
             | Self::UnixSocketsUnseen { .. }
             | Self::UnixSocketsPlugin { .. }
+            | Self::PlainUnixSockets { .. }
             | Self::ExternalMount { .. }
             | Self::TooManyMounts { .. }
             | Self::ExternalStream { .. } => true,
@@ -358,8 +365,9 @@ const NCCL_SOCKETS: &str = "create the container with the annotation firn.dev/nc
                             `firn checkpoint --ipc none`, or the annotation firn.dev/ipc=none";
 const REMOVE_LINK: &str = "remove it in the container, unless its program uses this name: a checkpoint in \
                            which CRIU was killed may have left it";
-const REMOVE_OTHER_NAME: &str = "remove the file's other names, or have it in /dev/shm or another tmpfs of \
-                                 the container; or end the process that has it";
+const REMOVE_OTHER_NAME: &str = "remove the file's other names, or end the process that has it; of a \
+                                 container with GPUs one in /dev/shm or another tmpfs of its own moves, and \
+                                 without any the option link-remap in /etc/criu/runc.conf leaves it to CRIU";
 const CLOSE_TCP: &str = "`firn checkpoint --tcp auto` (`firn move`, too): the copy continues connections \
                          inside of the container, and finds others closed; for every checkpoint: the \
                          annotation firn.dev/tcp=auto, or tcp = \"auto\" under [checkpoint] in the \
@@ -374,6 +382,8 @@ const NOT_KEPT: &str = "use --tcp auto, or the annotation firn.dev/tcp=auto, wit
 const CLOSE_BEFORE: &str = "try again if it is a connection that is about to be accepted; otherwise close \
                             them before the checkpoint, as in a hook prepare, or let both ends have the \
                             same network namespace";
+const CLOSE_PLAIN: &str = "close them before the checkpoint, or end the process that has them; with the \
+                           option ext-unix-sk in /etc/criu/runc.conf CRIU connects datagram sockets again";
 const RAISE_LIMIT: &str = "raise the memory limit of that cgroup by as much as the container has GPU memory";
 const FREE_MEMORY: &str = "free memory of the host, or write the image to a file system on disk";
 const FREE_SPACE: &str = "free space there, or write the checkpoint to another file system";

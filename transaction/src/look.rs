@@ -96,9 +96,6 @@ pub struct Checked {
     pub watched: Vec<PathBuf>,
     /// Unix sockets that the copy finds closed: CRIU needs firn's plugin for them, too.
     pub unix_sockets: Vec<UnixSocket>,
-    /// Inodes of TCP sockets that have received bytes which the copy lacks.
-    #[serde(default)]
-    pub losing_bytes: Vec<u64>,
 }
 
 /// Processes that CRIU leaves out: the first few with their names, and their number.

@@ -198,7 +198,8 @@ fn signal_of(refusal: &Refusal) -> &'static str {
         Refusal::UnixSockets { .. }
         | Refusal::UnixSocketsKept { .. }
         | Refusal::UnixSocketsUnseen { .. }
-        | Refusal::UnixSocketsPlugin { .. } => OUTSIDE,
+        | Refusal::UnixSocketsPlugin { .. }
+        | Refusal::PlainUnixSockets { .. } => OUTSIDE,
         Refusal::PeerAccess { .. } => PEERS,
         Refusal::Imex { .. } => IMEX,
         Refusal::Nccl { .. }

@@ -211,9 +211,12 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
         ..if by_firn {
             Assertions::of(spec, config, users_tcp)
         } else {
-            // Its checkpoint takes no other word.
-            let keep = args.overrides.tcp.as_deref() == Some("keep");
-            Assertions::by_criu(if keep { Some(Tcp::Keep) } else { users_tcp })
+            Assertions::by_criu(match args.overrides.tcp.as_deref() {
+                None => users_tcp,
+                Some("keep") => Some(Tcp::Keep),
+                // Its checkpoint refuses the other words.
+                Some(_) => Some(Tcp::Refuse),
+            })
         }
     };
     Workload {
@@ -236,7 +239,11 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             .as_deref()
             .map(|bundle| bundle.join(names::BUNDLE_REFUSED)),
         criu_plugin: find_criu_plugin(config.criu.libs_dir.as_deref()).is_some(),
-        tmpfs: spec.and_then(|spec| spec.kept_tmpfs().ok()).unwrap_or_default(),
+        // By itself CRIU makes links nowhere.
+        tmpfs: spec
+            .filter(|_| by_firn)
+            .and_then(|spec| spec.kept_tmpfs().ok())
+            .unwrap_or_default(),
         capacity: by_firn.then(|| Capacity {
             gpu_memory: gpu_bytes(subject, nvidia),
             stored: config
@@ -246,7 +253,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             image,
             work,
         }),
-        bundle: subject.bundle.clone(),
+        bundle: subject.bundle.clone().filter(|_| by_firn),
         ..Workload::default()
     }
 }

@@ -82,13 +82,14 @@ impl Facts {
             gpu = found.used.values().copied().fold(0, u64::saturating_add);
             manifest = Some(made);
         }
-        // The job's hook may close its sockets and files, too.
-        let (addresses, files) = if JobHook::Prepare.is_named(&own) {
-            (BTreeSet::new(), Vec::new())
+        // The job's hook may close its sockets and files, and free memory, too.
+        let (addresses, files, huge_pages) = if JobHook::Prepare.is_named(&own) {
+            (BTreeSet::new(), Vec::new(), HugePages::default())
         } else {
             (
                 Address::of(&tree),
                 VolumeFile::of_processes(&tree, &container.spec)?,
+                HugePages::of_processes(&tree),
             )
         };
         // Pages that a forked process shares count once in memory, and for each process in the image.
@@ -102,7 +103,7 @@ impl Facts {
             cpu: CpuFeatures::here(),
             addresses,
             files,
-            huge_pages: HugePages::of_processes(&tree),
+            huge_pages,
         })
     }
 }

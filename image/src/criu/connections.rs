@@ -9,8 +9,9 @@
 //! end of what was sent: of its socket only the other direction is shut down, and reads fail with ENOTCONN.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
@@ -19,7 +20,7 @@ use firn_host::{UnlessAbsent, atomic_file};
 
 use super::files::{INET_SOCKET, MAGIC, NAME};
 use super::wire::{self, Message, WireError};
-use super::{COMMON_MAGIC, INVENTORY_MAGIC, Image, ImageFault, messages, missing};
+use super::{COMMON_MAGIC, INVENTORY_MAGIC, Image, ImageFault, each_message, messages, missing};
 
 /// Fields of `inet_sk_entry`.
 mod field {
@@ -35,6 +36,9 @@ mod field {
 }
 
 const IPPROTO_TCP: u32 = 6;
+
+/// Of the files with what a connection holds.
+const STREAM_MAGIC: u32 = 0x5146_5506;
 
 /// The state of a socket without a connection.
 const TCP_CLOSE: u32 = 7;
@@ -89,11 +93,12 @@ pub fn has_connections(image: &Path) -> io::Result<bool> {
 }
 
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
-/// continued. `losing_bytes`: inodes of sockets with bytes that no process has read.
+/// continued. `unread`: inodes of sockets that have bytes which no process has read, where CRIU has not
+/// written them down. None: each may have some.
 pub fn close_connections(
     dir: &Path,
     continued: Continued,
-    losing_bytes: &[u64],
+    unread: Option<&BTreeSet<u64>>,
 ) -> Result<Connections, ImageFault> {
     let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
@@ -121,12 +126,14 @@ pub fn close_connections(
             Some(Socket { inode, has_ended, .. }) => {
                 found.closed += usize::from(!has_ended);
                 is_edited = true;
-                empty(dir, &format!("tcp-stream-{inode:x}.img"))?;
-                let shutdown = if losing_bytes.contains(&inode.into()) {
+                let stream = format!("tcp-stream-{inode:x}.img");
+                let is_unread = unread.is_none_or(|unread| unread.contains(&inode.into()));
+                let shutdown = if is_unread || received(dir, &stream)? > 0 {
                     SHUTDOWN_WRITES
                 } else {
                     SHUTDOWN_BOTH
                 };
+                empty(dir, &stream)?;
                 edited.push(Cow::Owned(close(file, shutdown).map_err(malformed)?));
             }
         }
@@ -136,6 +143,28 @@ pub fn close_connections(
     }
     need_no_option(dir, &image)?;
     Ok(found)
+}
+
+/// How many bytes a connection had received that no process had read; none if CRIU has not written it down.
+fn received(dir: &Path, name: &str) -> Result<u32, ImageFault> {
+    /// Of its head: a few numbers.
+    const MOST: u64 = 4096;
+    const RECEIVED: u32 = 1;
+    let unreadable = |source| ImageFault::unreadable(name, &source);
+    let mut bytes = Vec::new();
+    let file = match File::open(dir.join(name)).if_present().map_err(unreadable)? {
+        Some(file) => file,
+        None => return Ok(0),
+    };
+    file.take(MOST).read_to_end(&mut bytes).map_err(unreadable)?;
+    // A second call has emptied it.
+    if bytes.is_empty() {
+        return Ok(0);
+    }
+    let head = each_message(name, STREAM_MAGIC, &bytes)?.next();
+    let head = head.ok_or_else(|| ImageFault::malformed(name, "it has no head"))??;
+    let received = Message::parse(head).and_then(|head| head.required(RECEIVED));
+    received.map_err(|error| ImageFault::malformed(name, error))
 }
 
 /// Removes the content of a file, if it is there. The file stays: firn sees by a missing one that another

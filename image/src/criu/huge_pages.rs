@@ -5,39 +5,46 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use firn_host::bounded;
+use firn_host::{bounded, proc_maps};
 use serde::{Deserialize, Serialize};
 
-use super::ImageFault;
-use super::memory::{self, Vma};
+use super::{ImageFault, memory};
 
 /// The pools of this node.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
 
-/// Bytes of huge pages that processes have, by the size of a page in KiB.
+/// How many bytes of lists of mappings are read. Memory in others does not count.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// How many pieces of shared memory are counted.
+const MOST_SHARED: usize = 100_000;
+
+/// Bytes of anonymous memory in huge pages that processes have at least, by the size of a page in KiB.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HugePages(BTreeMap<u64, u64>);
 
-/// Memory that a pool has to give: a size of pages, and what it is counted by, for memory that several
-/// mappings share.
+/// Two numbers of memory that several mappings share.
+type Shared = (u64, u64);
+
 #[derive(Debug, Default)]
 struct Sum {
     private: BTreeMap<u64, u64>,
-    shared: BTreeMap<(u64, String), u64>,
+    shared: BTreeMap<(u64, Shared), u64>,
 }
 
 impl Sum {
-    /// Adds a mapping. `shared`: by what the memory is known that it shares with others.
-    fn add(&mut self, size: u64, shared: Option<String>, bytes: u64) {
+    /// Adds a mapping of pages of this size.
+    fn add(&mut self, size: u64, shared: Option<Shared>, bytes: u64) {
         match shared {
             None => {
                 let sum = self.private.entry(size).or_default();
                 *sum = sum.saturating_add(bytes);
             }
-            Some(memory) => {
+            Some(memory) if self.shared.len() < MOST_SHARED => {
                 let most = self.shared.entry((size, memory)).or_default();
                 *most = bytes.max(*most);
             }
+            Some(_) => {}
         }
     }
 
@@ -59,29 +66,27 @@ impl HugePages {
     /// If a list of mappings is not as CRIU writes it.
     pub fn of_image(dir: &Path) -> Result<Self, ImageFault> {
         let unreadable = |error| ImageFault::unreadable("the directory", &error);
-        let mut sum = Sum::default();
+        let (mut sum, mut left) = (Sum::default(), MOST_BYTES);
         for entry in fs::read_dir(dir).map_err(unreadable)? {
-            let name = entry.map_err(unreadable)?.file_name();
-            let pid = name
-                .to_str()
-                .and_then(|name| name.strip_prefix("mm-")?.strip_suffix(".img")?.parse().ok());
-            let Some(pid) = pid else { continue };
-            for Vma { at, huge, .. } in memory::vmas(dir, pid)? {
-                if let Some(huge) = huge {
-                    let shared = huge.shared.map(|memory| memory.to_string());
-                    sum.add(huge.size, shared, huge.offset.saturating_add(at.end - at.start));
-                }
+            let entry = entry.map_err(unreadable)?;
+            let name = entry.file_name();
+            let Some(name) = name.to_str().filter(|name| is_list(name)) else {
+                continue;
+            };
+            let length = entry.metadata().map_or(0, |found| found.len());
+            for huge in memory::huge(dir, name, left)? {
+                sum.add(huge.size, huge.shared.map(|memory| (0, memory)), huge.bytes);
             }
+            left = left.saturating_sub(length);
         }
         Ok(sum.total())
     }
 
-    /// Those of running processes. Memory for which no page is reserved does not count, and nothing of a
-    /// process whose mappings cannot be read.
+    /// Those of running processes. Nothing counts of a process whose mappings cannot be read.
     pub fn of_processes(pids: &[i32]) -> Self {
         let mut sum = Sum::default();
-        for pid in pids.iter().filter(|pid| has_huge_pages(**pid)) {
-            let (mut head, mut size) = (Head::default(), 0);
+        for &pid in pids.iter().filter(|pid| has_huge_pages(**pid)) {
+            let (mut head, mut size) = (None, 0);
             let visit = |line: &[u8]| {
                 let line = String::from_utf8_lossy(line);
                 let mut words = line.split_ascii_whitespace();
@@ -91,11 +96,14 @@ impl HugePages {
                     }
                     Some("VmFlags:") => {
                         let flags: Vec<&str> = words.collect();
-                        if flags.contains(&"ht") && !flags.contains(&"nr") {
-                            sum.add(size, head.shared.take(), head.bytes);
+                        let counts = |head: &Head| head.shared.is_some() || !flags.contains(&"nr");
+                        if let Some(head) = head.take().filter(counts)
+                            && flags.contains(&"ht")
+                        {
+                            sum.add(size, head.shared, head.bytes);
                         }
                     }
-                    Some(word) if !word.ends_with(':') => head = Head::of(&line).unwrap_or_default(),
+                    Some(word) if !word.ends_with(':') => head = Head::of(&line),
                     _ => {}
                 }
                 ControlFlow::Continue(())
@@ -137,37 +145,57 @@ fn free(pool: &Path) -> u64 {
     in_pool.saturating_add(beyond)
 }
 
-/// Whether a process has such a page in its memory.
-fn has_huge_pages(pid: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let pages = status.lines().find_map(|line| line.strip_prefix("HugetlbPages:"));
-    pages.is_some_and(|pages| pages.trim() != "0 kB")
+/// Whether a file is the list of a task's mappings.
+fn is_list(name: &str) -> bool {
+    let pid = name
+        .strip_prefix("mm-")
+        .and_then(|rest| rest.strip_suffix(".img")?.parse().ok());
+    pid.is_some_and(|pid| memory::mm_name(pid) == name)
 }
 
-/// The first line of a mapping in smaps.
-#[derive(Debug, Default, PartialEq, Eq)]
+/// How the kernel names anonymous memory in huge pages.
+const NAME: &[u8] = b"/anon_hugepage";
+
+fn has_huge_pages(pid: i32) -> bool {
+    let mut found = false;
+    let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
+        found = mapping.path.starts_with(NAME);
+        if found {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    });
+    read.is_ok() && found
+}
+
+/// The first line of a mapping of anonymous memory in huge pages, in smaps.
+#[derive(Debug, PartialEq, Eq)]
 struct Head {
     bytes: u64,
     /// Device and inode of memory that is shared.
-    shared: Option<String>,
+    shared: Option<Shared>,
 }
 
 impl Head {
     fn of(line: &str) -> Option<Self> {
         let mut words = line.split_ascii_whitespace();
-        let (start, end) = words.next()?.split_once('-')?;
         let hex = |digits| u64::from_str_radix(digits, 16).ok();
+        let (start, end) = words.next()?.split_once('-')?;
         let bytes = hex(end)?.checked_sub(hex(start)?)?;
         let is_shared = words.next()?.ends_with('s');
         let offset = hex(words.next()?)?;
-        let file = format!("{} {}", words.next()?, words.next()?);
+        let (major, minor) = words.next()?.split_once(':')?;
+        let device = hex(major)? << 32 | hex(minor)?;
+        let inode = words.next()?.parse().ok()?;
+        words.next().filter(|name| name.as_bytes().starts_with(NAME))?;
         Some(Self {
             bytes: if is_shared {
                 offset.saturating_add(bytes)
             } else {
                 bytes
             },
-            shared: is_shared.then_some(file),
+            shared: is_shared.then_some((device, inode)),
         })
     }
 }

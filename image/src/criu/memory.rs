@@ -259,68 +259,85 @@ pub struct Vma {
     pub is_anonymous: bool,
     /// In addition, readable and writable, and with no policy that a copy has to repeat.
     pub is_plain: bool,
-    /// In pages of hugetlbfs.
-    pub(super) huge: Option<Huge>,
 }
 
-/// Memory in huge pages of a pool.
+/// Anonymous memory of a task in huge pages of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Huge {
     /// Of a page, in KiB.
     pub(super) size: u64,
-    /// CRIU's number of memory that several mappings share.
+    /// CRIU's number of memory that several mappings may share.
     pub(super) shared: Option<u64>,
-    /// Of the mapping in that memory, in bytes.
-    pub(super) offset: u64,
+    /// What the mapping needs of it.
+    pub(super) bytes: u64,
 }
 
 impl Huge {
-    /// None for a mapping without huge pages, and for one for which no page is reserved.
+    /// None for another mapping, and for one for which the kernel reserves no page.
     fn of(vma: &Message<'_>) -> Result<Option<Self>, WireError> {
-        const SHARED: u32 = 1;
+        const ANON_SHARED: u32 = 1 << 8;
         const NO_RESERVE: u32 = 0x4000;
         const HUGE: u32 = 0x4_0000;
+        /// Where the binary logarithm of a page's size is.
         const SHIFT: u32 = 26;
-        /// Binary logarithm of 2 MiB, the usual size.
-        const USUAL: u32 = 21;
-        let flags = vma.required(vma::FLAGS)?;
-        if flags & HUGE == 0 || flags & NO_RESERVE != 0 {
+        let (flags, status) = (vma.required(vma::FLAGS)?, vma.required(vma::STATUS)?);
+        let bytes = vma
+            .required_long(vma::END)?
+            .saturating_sub(vma.required_long(vma::START)?);
+        // Of memory without a size CRIU has not seen the pool.
+        let size = 1_u64.checked_shl(flags >> SHIFT).unwrap_or(0) >> 10;
+        if flags & HUGE == 0 || size == 0 {
             return Ok(None);
         }
-        let logarithm = match flags >> SHIFT {
-            0 => USUAL,
-            logarithm => logarithm,
+        let (shared, bytes) = if status & ANON_SHARED != 0 {
+            let offset = vma.long(vma::OFFSET)?.unwrap_or(0);
+            (vma.long(vma::MEMORY)?, offset.saturating_add(bytes))
+        } else if status & ANON_PRIVATE != 0 && flags & NO_RESERVE == 0 {
+            (None, bytes)
+        } else {
+            return Ok(None);
         };
-        let is_shared = flags & SHARED != 0;
-        Ok(Some(Self {
-            size: 1_u64.checked_shl(logarithm).unwrap_or(0) >> 10,
-            shared: if is_shared { vma.long(vma::MEMORY)? } else { None },
-            offset: if is_shared {
-                vma.long(vma::OFFSET)?.unwrap_or(0)
-            } else {
-                0
-            },
-        }))
+        Ok(Some(Self { size, shared, bytes }))
     }
 }
 
-fn mm_name(pid: i32) -> String {
+pub(super) fn mm_name(pid: i32) -> String {
     format!("mm-{pid}.img")
 }
 
 /// The mappings of the task with this pid in the container, by address.
 pub fn vmas(dir: &Path, pid: i32) -> Result<Vec<Vma>, ImageFault> {
-    let name = mm_name(pid);
-    let Some(bytes) = bytes_within(dir, &name, MAX_MM)? else {
+    each_vma(dir, &mm_name(pid), MAX_MM, vma)
+}
+
+/// The mappings in huge pages of a task whose list has this name. Of a list of more than `most` bytes none.
+pub(super) fn huge(dir: &Path, name: &str, most: u64) -> Result<Vec<Huge>, ImageFault> {
+    let length = open(dir, name)?.and_then(|file| file.metadata().ok()?.len().into());
+    if length.is_none_or(|length| length > most) {
+        return Ok(Vec::new());
+    }
+    Ok(each_vma(dir, name, most, Huge::of)?
+        .into_iter()
+        .flatten()
+        .collect())
+}
+
+fn each_vma<T>(
+    dir: &Path,
+    name: &str,
+    most: u64,
+    read: impl Fn(&Message<'_>) -> Result<T, WireError>,
+) -> Result<Vec<T>, ImageFault> {
+    let Some(bytes) = bytes_within(dir, name, most)? else {
         return Ok(Vec::new());
     };
-    let malformed = |error: WireError| ImageFault::malformed(&name, error);
-    let all = messages(&name, MM_MAGIC, &bytes)?;
+    let malformed = |error: WireError| ImageFault::malformed(name, error);
+    let all = messages(name, MM_MAGIC, &bytes)?;
     let [mm] = all[..] else {
-        return Err(ImageFault::malformed(&name, "it holds not one message"));
+        return Err(ImageFault::malformed(name, "it holds not one message"));
     };
     Message::parse(mm)
-        .and_then(|mm| mm.each(VMAS, vma))
+        .and_then(|mm| mm.each(VMAS, read))
         .map_err(malformed)
 }
 
@@ -336,7 +353,6 @@ fn vma(vma: &Message<'_>) -> Result<Vma, WireError> {
         at: vma.required_long(vma::START)?..vma.required_long(vma::END)?,
         is_anonymous,
         is_plain,
-        huge: Huge::of(vma)?,
     })
 }
 
@@ -442,7 +458,12 @@ pub(crate) mod testing {
 
     /// A mapping of 2 MiB pages, of memory with this number at this offset if it is shared.
     pub(crate) fn huge_vma(at: Range<u64>, shared: Option<u64>, offset: u64) -> Vec<u8> {
-        let flags = 0x5404_0020 | if shared.is_some() { 1 } else { 2 };
+        let (sharing, status) = if shared.is_some() {
+            (1, 1 << 8)
+        } else {
+            (2, 1 << 9)
+        };
+        let flags = 0x5404_0020 | sharing;
         let mut vma = Vec::new();
         let fields = [
             (vma::START, at.start),
@@ -450,7 +471,7 @@ pub(crate) mod testing {
             (vma::OFFSET, offset),
             (vma::MEMORY, shared.unwrap_or(0)),
             (vma::FLAGS, flags),
-            (vma::STATUS, 1),
+            (vma::STATUS, status),
             (vma::PROTECTION, 3),
         ];
         for (field, number) in fields {

@@ -1,6 +1,7 @@
 //! TCP connections of the processes that CRIU dumps, as /proc shows them (Linux,
 //! Documentation/networking/proc_net_tcp.rst).
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::ControlFlow;
@@ -23,8 +24,6 @@ pub struct Connection {
     pub remote: SocketAddr,
     /// Whether the other end is a socket of the container, too.
     pub inside: bool,
-    /// The inode of the socket.
-    pub inode: u64,
     /// Whether it has bytes that no process has read.
     pub unread: bool,
 }
@@ -91,6 +90,32 @@ pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection
     Ok(found)
 }
 
+/// Inodes of the TCP sockets in the network namespace of a process that have bytes which nobody has read.
+pub(super) fn unread(proc_root: &Path, pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
+    let mut found = BTreeSet::new();
+    each_line(proc_root, pid, |line| {
+        if line.has_unread_bytes() {
+            found.insert(line.inode);
+        }
+    })?;
+    Ok(found)
+}
+
+/// Visits the connections in the network namespace of a process, which may be the host's.
+fn each_line(proc_root: &Path, pid: i32, mut visit: impl FnMut(Line)) -> Result<(), Unreadable> {
+    for what in ["net/tcp", "net/tcp6"] {
+        let path = proc_root.join(pid.to_string()).join(what);
+        let read = bounded::each(&path, b'\n', bounded::LINES, |line| {
+            if let Some(line) = std::str::from_utf8(line).ok().and_then(parse) {
+                visit(line);
+            }
+            ControlFlow::Continue(())
+        });
+        proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
+    }
+    Ok(())
+}
+
 /// The connections of these sockets of one network namespace.
 fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>, Unreadable> {
     let mut found: Vec<Connection> = Vec::new();
@@ -98,28 +123,18 @@ fn of_namespace(proc_root: &Path, sockets: &[Socket]) -> Result<Vec<Connection>,
         return Ok(found);
     };
     let holders = map_of(sockets.iter().rev().map(|(_, inode, pid)| (*inode, *pid)));
-    for what in ["net/tcp", "net/tcp6"] {
-        let visit = |line: &[u8]| {
-            let connection = std::str::from_utf8(line).ok().and_then(parse);
-            found.extend(connection.and_then(|line| {
-                let pid = *holders.get(&line.inode)?;
-                Some(Connection {
-                    pid,
-                    comm: proc_maps::comm(proc_root, pid),
-                    local: line.local,
-                    remote: line.remote,
-                    inside: false,
-                    inode: line.inode,
-                    unread: line.has_unread_bytes(),
-                })
-            }));
-            ControlFlow::Continue(())
-        };
-        let path = proc_root.join(pid.to_string()).join(what);
-        // It has all sockets of the network namespace, which may be the host's.
-        let read = bounded::each(&path, b'\n', bounded::LINES, visit);
-        proc_maps::unless_gone(read).map_err(|source| Unreadable { pid, what, source })?;
-    }
+    each_line(proc_root, pid, |line| {
+        if let Some(&pid) = holders.get(&line.inode) {
+            found.push(Connection {
+                pid,
+                comm: proc_maps::comm(proc_root, pid),
+                local: line.local,
+                remote: line.remote,
+                inside: false,
+                unread: line.has_unread_bytes(),
+            });
+        }
+    })?;
     let ends = set_of(found.iter().map(|end| (end.local, end.remote)));
     for connection in &mut found {
         connection.inside = ends.contains(&(connection.remote, connection.local));
@@ -235,7 +250,6 @@ mod tests {
             local: ([10, 0, 0, 2], 80).into(),
             remote: ([10, 0, 0, 9], 4000).into(),
             inside: false,
-            inode: 13,
             unread: false,
         }
     }

@@ -157,6 +157,14 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
     connections::inspect(proc_root, dumped)
 }
 
+/// Inodes of the TCP sockets in the network namespace of a process that have bytes which nobody has read.
+///
+/// # Errors
+/// The kernel's table cannot be read, or is very long.
+pub fn unread_sockets(pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
+    connections::unread(Path::new("/proc"), pid)
+}
+
 /// Whether CRIU has to make links of files of the processes, or why it must not.
 pub(crate) fn link_remap(
     init: i32,
@@ -189,7 +197,7 @@ pub(crate) fn unix_sockets_by_criu(
     let mut found = unix_sockets::inspect(proc_root, dumped)?;
     found.retain(|socket| !(external_unix && socket.is_connected_again()));
     let sockets = found.clone();
-    let refusal = (!sockets.is_empty()).then_some(Refusal::UnixSocketsUnseen { sockets });
+    let refusal = (!sockets.is_empty()).then_some(Refusal::PlainUnixSockets { sockets });
     Ok((found, refusal))
 }
 

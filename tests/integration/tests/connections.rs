@@ -183,7 +183,8 @@ while :; do sleep 1; done"#;
             wait_for("the bytes", WAIT, || {
                 let audit = host.firn(&["audit", "job"])?.to_string();
                 let (_, lost) = audit.split_once("not read, lost: ").unwrap_or_default();
-                Ok((lost.matches("127.0.0.1:7003 to ").count() == 2).then_some(()))
+                let is_lost = lost.matches("127.0.0.1:7003 to ").count() == 2;
+                Ok((is_lost && audit.contains(" 4 are closed")).then_some(()))
             })?;
             source.checkpoint("checkpoint/job")?;
             source.remove()?;

@@ -279,11 +279,11 @@ fn the_audit_knows_what_criu_does_without_a_gpu(platform: Platform) -> Result<()
         let job = plain(&["sleep", "1000"])?;
         let exec = ["ctr", "tasks", "exec", "--exec-id", "other", "--detach", "job"];
         host.node().run(&[&exec[..], &["sleep", "2000"]].concat())?;
-        let shown = audit(host)?;
-        ensure!(
-            shown.contains("a copy is without process ") && shown.contains("(sleep)"),
-            "{shown}"
-        );
+        wait_for("the process of exec", WAIT, || {
+            let shown = audit(host)?;
+            let is_named = shown.contains("a copy is without process ") && shown.contains("(sleep)");
+            Ok(is_named.then_some(()))
+        })?;
         job.checkpoint("checkpoint/job")?;
         job.remove()?;
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;

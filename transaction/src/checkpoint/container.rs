@@ -21,7 +21,7 @@ use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageF
 use firn_image::memory::call::Ready;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
-use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfork};
+use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfork, unread_sockets};
 use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use firn_process::cancel::CancellationToken;
@@ -118,8 +118,6 @@ pub(super) struct Progress {
     watched: Vec<PathBuf>,
     /// Unix sockets that the copy finds closed, as the last inspection found.
     unix_sockets: Vec<UnixSocket>,
-    /// Inodes of TCP sockets with bytes that the copy will lack, as the last inspection found.
-    losing_bytes: Vec<u64>,
     /// How many processes the dump leaves out, as last logged.
     omitted: usize,
     /// What the manifest will have.
@@ -288,12 +286,18 @@ impl ContainerEffects<'_> {
             self.transaction.config.deadlines.look,
         );
         let unix_sockets = self.progress.unix_sockets.len();
-        let losing_bytes = std::mem::take(&mut self.progress.losing_bytes);
+        // CRIU has not written down what the connections hold. The container stands still.
+        let looked_at =
+            (self.source().assertions.tcp == Tcp::Close).then(|| self.transaction.container.init.pid());
         let close = move || {
             if unix_sockets > 0 {
                 close_unix_sockets(&image)?;
             }
-            close_connections(&image, continued, &losing_bytes)
+            let unread = match looked_at.map(unread_sockets) {
+                None => Some(BTreeSet::new()),
+                Some(found) => found.or_warn(format_args!("cannot see which connections have unread bytes")),
+            };
+            close_connections(&image, continued, unread.as_ref())
         };
         let found = bounded(
             "close connections in the image",

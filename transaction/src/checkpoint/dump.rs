@@ -66,10 +66,11 @@ impl WorkDir {
 
     /// Copies the dump log to where users look for it.
     pub(super) fn keep_log(&self, kept: &Path) {
+        // The history may still read that of an earlier failure, which must not pass for this one's.
+        let _ = std::fs::remove_file(kept);
         let kept_log = std::fs::copy(self.log(), kept)
             .and_then(|_| std::fs::set_permissions(kept, Permissions::from_mode(0o600)));
         if kept_log.or_warn(format_args!("cannot keep CRIU's log")).is_none() {
-            // The log of an earlier failure must not pass for this one's.
             let _ = std::fs::remove_file(kept);
         }
     }

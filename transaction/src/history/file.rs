@@ -3,13 +3,13 @@
 //!
 //! A line is appended by one call under a lock, and synced; a line that was cut short is no entry. When the
 //! file is full it takes the place of the one before it, whose entries are added to the totals first. So
-//! counters never go down, and the directory stays below some 2 MiB. Readers take no lock: one that is
+//! counters never go down, and these files stay below some 2 MiB. Readers take no lock: one that is
 //! stopped must keep nobody waiting.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_config::names;
 use firn_host::{FileId, UnlessAbsent, atomic_file};
@@ -83,15 +83,18 @@ impl HistoryDir {
         written.inspect_err(|_| drop(file.set_len(length)))
     }
 
-    /// Keeps CRIU's log of an entry. Returns its name.
-    pub(super) fn keep_log(&self, log: &File, entry: &Entry) -> io::Result<String> {
-        logs::keep(&self.0, log, entry)
+    /// Keeps CRIU's log of an entry by this name.
+    pub(super) fn keep_log(&self, log: &File, name: &str) -> io::Result<()> {
+        let lock = File::open(&self.0)?;
+        lock.lock()?;
+        logs::keep(&self.0, log, name)
     }
 
     /// Where CRIU's log of an entry is, if it is kept.
     pub fn log_of(&self, entry: &Entry) -> Option<PathBuf> {
-        let path = self.0.join(LOGS).join(&entry.criu_log);
-        (!entry.criu_log.is_empty() && path.exists()).then_some(path)
+        let name = Path::new(&entry.criu_log).file_name()?;
+        let path = std::path::absolute(&self.0).ok()?.join(LOGS).join(name);
+        (name == entry.criu_log.as_str() && path.exists()).then_some(path)
     }
 
     fn open(&self) -> io::Result<File> {

@@ -6,11 +6,15 @@ use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::Path;
 
 use firn_host::atomic_file;
+use firn_process::OrWarn;
 
 use super::Entry;
 
 /// The directory of the logs in that of the history.
 pub const LOGS: &str = "criu-logs";
+
+/// How names end.
+const END: &str = ".log";
 
 /// How many are kept.
 const MOST: usize = 32;
@@ -18,22 +22,27 @@ const MOST: usize = 32;
 /// Bytes of the begin and of the end that are kept: the cause is in one of them.
 const PART: u64 = 512 << 10;
 
-/// Copies a log into `place`, and removes the oldest there. Returns its name.
-pub(super) fn keep(place: &Path, log: &File, entry: &Entry) -> io::Result<String> {
+/// The name of an entry's log: names are in the order of their times.
+pub(super) fn name(entry: &Entry) -> String {
+    format!("{:013}-{}{END}", entry.at, entry.id)
+}
+
+/// Copies a log into `place` by this name, and removes the oldest there. The caller has the lock of `place`.
+pub(super) fn keep(place: &Path, log: &File, name: &str) -> io::Result<()> {
     let dir = place.join(LOGS);
     DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
-    // In the order of their times.
-    let name = format!("{:013}-{}.log", entry.at, entry.id);
-    atomic_file::write(&dir, &name, &shortened(log)?, 0o600)?;
-    let mut names: Vec<_> = fs::read_dir(&dir)?
+    atomic_file::write(&dir, name, &shortened(log)?, 0o600)?;
+    let mut others: Vec<String> = fs::read_dir(&dir)?
         .flatten()
-        .map(|file| file.file_name())
+        .filter_map(|file| file.file_name().into_string().ok())
+        .filter(|other| other.ends_with(END) && other != name)
         .collect();
-    names.sort_unstable();
-    for oldest in names.iter().take(names.len().saturating_sub(MOST)) {
-        fs::remove_file(dir.join(oldest))?;
+    others.sort_unstable();
+    let most = MOST - 1;
+    for oldest in others.iter().take(others.len().saturating_sub(most)) {
+        fs::remove_file(dir.join(oldest)).or_warn(format_args!("cannot remove an old log of CRIU"));
     }
-    Ok(name)
+    Ok(())
 }
 
 /// The log without its middle, if it is long.
@@ -69,7 +78,11 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let source = tempfile::NamedTempFile::new().unwrap();
         fs::write(source.path(), "Error: no\n").unwrap();
-        let keep = |at| keep(&place.path().join("history"), source.as_file(), &entry(at)).unwrap();
+        let keep = |at| {
+            let name = name(&entry(at));
+            keep(&place.path().join("history"), source.as_file(), &name).unwrap();
+            name
+        };
         let kept: Vec<String> = (1..=40).map(keep).collect();
         let dir = place.path().join("history").join(LOGS);
         let mut left: Vec<String> = fs::read_dir(&dir)
@@ -79,6 +92,10 @@ mod tests {
         left.sort();
         assert_eq!(left, kept[8..]);
         assert_eq!(fs::read_to_string(dir.join(&left[0])).unwrap(), "Error: no\n");
+        // The clock was set back, and another program has a file there.
+        fs::write(dir.join("0"), "").unwrap();
+        assert!(dir.join(keep(0)).exists() && dir.join("0").exists());
+        assert!(!dir.join(&left[0]).exists());
     }
 
     #[test]

@@ -66,7 +66,7 @@ pub struct Entry {
     /// Size of the image, with what is in a store.
     #[serde(skip_serializing_if = "is_zero")]
     pub image_bytes: u64,
-    /// Name of CRIU's log below [`LOGS`]; empty if it has not failed, or its log is kept no more.
+    /// Name of CRIU's log below [`LOGS`], as long as it is there; empty if CRIU has not failed.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub criu_log: String,
 }
@@ -128,13 +128,12 @@ pub(crate) fn time(at: u64) -> String {
 pub async fn write(place: &HistoryDir, mut entry: Entry, log: Option<File>) {
     let (at, id) = (place.clone(), entry.id.clone());
     let appended = blocking(move || {
-        if let Some(log) = log {
-            let kept = at.keep_log(&log, &entry);
-            entry.criu_log = kept
-                .or_warn(format_args!("cannot keep CRIU's log"))
-                .unwrap_or_default();
+        if log.is_some() {
+            entry.criu_log = logs::name(&entry);
         }
-        at.append(&entry)
+        // Order matters: a slow log does not cost the entry.
+        at.append(&entry)?;
+        log.map_or(Ok(()), |log| at.keep_log(&log, &entry.criu_log))
     });
     match tokio::time::timeout(PATIENCE, appended).await {
         Ok(done) => drop(done.or_warn(format_args!("cannot write {id} into the history"))),

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use firn_host::{ProblemReport, procfs};
 use firn_oci::{Spec, mounts};
-use firn_preflight::{Connection, Workload, check_until_refused};
+use firn_preflight::{Workload, check_until_refused};
 use serde::Serialize;
 
 use super::written::written;
@@ -89,9 +89,6 @@ fn check(workload: &Workload) -> Answer<Checked> {
     if let Some(refusal) = outcome.refusals.into_iter().next() {
         return Err(refusal.into());
     }
-    let tcp = workload.processes.map(|assertions| assertions.tcp);
-    let is_losing = |one: &&Connection| tcp.is_some_and(|tcp| one.loses_bytes(tcp));
-    let losing = outcome.connections.iter().filter(is_losing);
     let named = outcome.left_out.iter().take(NAMED);
     Ok(Checked {
         left_out: LeftOut {
@@ -104,7 +101,6 @@ fn check(workload: &Workload) -> Answer<Checked> {
         link_remap: outcome.link_remap,
         watched: outcome.watched,
         unix_sockets: outcome.unix_sockets,
-        losing_bytes: losing.map(|connection| connection.inode).collect(),
     })
 }
 

@@ -26,6 +26,11 @@ fn an_image_needs_what_its_mappings_have_and_shared_memory_once() {
     // Twice 4 MiB that are private, 6 MiB that both share, and 6 MiB.
     let expected = pages([(2048, 20 * MIB)]);
     assert_eq!(HugePages::of_image(dir.path()).unwrap(), expected);
+    // No lists of tasks: other names for the same.
+    for name in ["mm-01.img", "mm-+1.img", "mm-1.img.old"] {
+        std::fs::copy(dir.path().join("mm-1.img"), dir.path().join(name)).unwrap();
+    }
+    assert_eq!(HugePages::of_image(dir.path()).unwrap(), expected);
     std::fs::write(dir.path().join("mm-4.img"), "no list").unwrap();
     assert!(HugePages::of_image(dir.path()).is_err());
 }
@@ -76,10 +81,14 @@ fn the_head_of_a_mapping_has_its_length_and_what_it_shares() {
     let shared = private.replace("rw-p", "rw-s");
     let expected = Head {
         bytes: 6 * MIB,
-        shared: Some("00:10 77".to_owned()),
+        shared: Some((0x10, 77)),
     };
     assert_eq!(Head::of(&shared), Some(expected));
     assert_eq!(Head::of("Size: 4 kB"), None);
+    assert_eq!(
+        Head::of(&shared.replace("/anon_hugepage", "/dev/hugepages/x")),
+        None
+    );
 }
 
 #[test]

@@ -77,7 +77,6 @@ fn huge_pages_are_asked_for_in_the_given_ranges_alone() {
         at,
         is_anonymous,
         is_plain,
-        huge: None,
     };
     // The second is read at random.
     let expected = [

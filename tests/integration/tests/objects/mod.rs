@@ -17,7 +17,7 @@ use firn_lab::{
 };
 use firn_node::{Platform, wait_for};
 
-use table::{BY_RULES, HUGE_PAGES, LOST, Object, REFUSED, Refused, WATCHES, movable};
+use table::{BY_RULES, HUGE_PAGES, LOST, OTHER_NAME, Object, REFUSED, Refused, WATCHES, movable};
 
 /// The code of most objects.
 const CODE: &str = "FIRN-OBJECT";
@@ -251,6 +251,11 @@ fn objects_are_refused(platform: Platform) -> Result<()> {
                 saw_object(object.1, kind.shown(), &outcome(code, kind))?;
             }
         }
+        let (code, remap) = ("FIRN-DELETED-NAME", "Can't create link remap");
+        expect_refusal(host, (OTHER_NAME, "/dev/shm", remap), code, Kind::Plain)?;
+        saw_object(OTHER_NAME.1, Kind::Plain.shown(), &outcome(code, Kind::Plain))?;
+        move_all(host, &[OTHER_NAME], Kind::Gpu)?;
+        saw_object(OTHER_NAME.1, Kind::Gpu.shown(), "moves")?;
         host.idle()
     })
 }

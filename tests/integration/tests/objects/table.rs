@@ -241,6 +241,13 @@ pub(super) const BY_RULES: [(Refused, &str); 3] = [
     ),
 ];
 
+/// It moves with a GPU: CRIU makes links where the image has the files.
+pub(super) const OTHER_NAME: Object<'_> = (
+    "other-name-in-memory",
+    "file of /dev/shm by a deleted name, with another one",
+    &[],
+);
+
 const SYS_ADMIN: &[&str] = &["--cap-add", "CAP_SYS_ADMIN"];
 const SYS_NICE: &[&str] = &["--cap-add", "CAP_SYS_NICE"];
 /// podman and CRI do not give it, and ctr does.

@@ -214,6 +214,8 @@ enum Kind {
     Connection,
     /// A file by a deleted name, which has another one
     OtherName,
+    /// The same in /dev/shm
+    OtherNameInMemory,
     /// A huge page of its own
     HugePage,
     /// A huge page that it may share
@@ -338,6 +340,7 @@ fn make_other(kind: Kind, path: &Path) -> io::Result<Look> {
         Kind::ProtectionKey => processes::protection_key(),
         Kind::Connection => files::connection(),
         Kind::OtherName => files::with_another_name(path),
+        Kind::OtherNameInMemory => files::with_another_name(Path::new("/dev/shm/object")),
         Kind::SharedMemory => system_v::shared_memory(),
         Kind::Semaphore => system_v::semaphore(),
         Kind::MessageQueue => system_v::message_queue(),

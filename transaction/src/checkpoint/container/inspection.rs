@@ -169,10 +169,8 @@ impl ContainerEffects<'_> {
             link_remap,
             watched,
             unix_sockets,
-            losing_bytes,
             ..
         } = self.look(request).await?;
-        self.progress.losing_bytes = losing_bytes;
         self.progress.is_starting = is_starting;
         (self.progress.inherited, self.progress.link_remap) = (inherited, link_remap);
         (self.progress.unix_sockets, self.progress.watched) = (unix_sockets, watched);
