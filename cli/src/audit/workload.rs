@@ -188,6 +188,27 @@ fn gpu_bytes(subject: &Subject, nvidia: Option<&Nvidia>) -> u64 {
     nvidia.filter(|_| !releases).map_or(0, Nvidia::gpu_bytes)
 }
 
+/// What the owner of the container and CRIU's user assert. `by_firn`: by firn's rules, not by CRIU's alone.
+fn asserted(subject: &Subject, by_firn: bool, args: &AuditArgs, config: &Config) -> Assertions {
+    let (spec, bundle) = (subject.spec.as_ref(), subject.bundle.as_deref());
+    let users_tcp = spec.and_then(|spec| users_tcp(spec, bundle));
+    let asserted = if by_firn {
+        Assertions::of(spec, config, users_tcp)
+    } else {
+        Assertions::by_criu(match args.overrides.tcp.as_deref() {
+            None => users_tcp,
+            Some("keep") => Some(Tcp::Keep),
+            // Its checkpoint refuses the other words.
+            Some(_) => Some(Tcp::Refuse),
+        })
+    };
+    Assertions {
+        external_unix: spec.is_some_and(|spec| users_external_unix(spec, bundle)),
+        link_remap: spec.is_some_and(|spec| users_link_remap(spec, bundle)),
+        ..asserted
+    }
+}
+
 /// The parts that the transaction would check. Without NVIDIA GPUs these are only the GPUs of other vendors,
 /// unless the job lets go of every device.
 fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config: &Config) -> Workload {
@@ -203,22 +224,7 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
     let may_have_others = spec.is_none_or(Spec::has_other_gpus) && !device_free;
     // Others are dumped as by the stock shim.
     let by_firn = nvidia.is_some() || device_free;
-    let bundle = subject.bundle.as_deref();
-    let users_tcp = spec.and_then(|spec| users_tcp(spec, bundle));
-    let assertions = Assertions {
-        external_unix: spec.is_some_and(|spec| users_external_unix(spec, bundle)),
-        link_remap: spec.is_some_and(|spec| users_link_remap(spec, bundle)),
-        ..if by_firn {
-            Assertions::of(spec, config, users_tcp)
-        } else {
-            Assertions::by_criu(match args.overrides.tcp.as_deref() {
-                None => users_tcp,
-                Some("keep") => Some(Tcp::Keep),
-                // Its checkpoint refuses the other words.
-                Some(_) => Some(Tcp::Refuse),
-            })
-        }
-    };
+    let asserted = asserted(subject, by_firn, args, config);
     Workload {
         init: subject.init,
         pids: subject.pids(),
@@ -226,8 +232,8 @@ fn workload(subject: &Subject, nvidia: Option<&Nvidia>, args: &AuditArgs, config
             nvidia.processes.iter().map(|process| process.pid).collect()
         }),
         other_vendors: may_have_others.then_some(other_vendors),
-        processes: by_firn.then_some(assertions),
-        by_criu: (!by_firn).then_some(assertions),
+        processes: by_firn.then_some(asserted),
+        by_criu: (!by_firn).then_some(asserted),
         scanned: spec.map_or_else(Vec::new, |spec| users_scanned(spec, subject.bundle.as_deref())),
         seccomp_agent: spec.is_some_and(Spec::has_seccomp_agent),
         inherited: subject

@@ -8,7 +8,8 @@ use std::path::Path;
 use firn_host::{bounded, proc_maps};
 use serde::{Deserialize, Serialize};
 
-use super::{ImageFault, memory};
+use super::shared_memory::{FILES, FILES_MAGIC};
+use super::{Image, ImageFault, memory};
 
 /// The pools of this node.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
@@ -19,7 +20,8 @@ const MOST_BYTES: u64 = 64 << 20;
 /// How many pieces of shared memory are counted.
 const MOST_SHARED: usize = 100_000;
 
-/// Bytes of anonymous memory in huge pages that processes have at least, by the size of a page in KiB.
+/// Bytes of memory in huge pages that processes have at least, by the size of a page in KiB. Files of
+/// hugetlbfs and segments of System V do not count.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HugePages(BTreeMap<u64, u64>);
 
@@ -75,9 +77,23 @@ impl HugePages {
             };
             let length = entry.metadata().map_or(0, |found| found.len());
             for huge in memory::huge(dir, name, left)? {
-                sum.add(huge.size, huge.shared.map(|memory| (0, memory)), huge.bytes);
+                sum.add(huge.size, None, huge.bytes);
             }
             left = left.saturating_sub(length);
+        }
+        // CRIU takes shared memory in huge pages for files of it, also where it has no name.
+        let files = Image::open(dir)?.read(FILES, FILES_MAGIC, |file| {
+            let flags = file.number(8)?.unwrap_or(0);
+            Ok((
+                memory::huge_page(flags),
+                file.required_long(4)?,
+                file.required(7)?,
+            ))
+        })?;
+        for (size, bytes, inode) in files.into_iter().flatten() {
+            if let Some(size) = size {
+                sum.add(size, Some((0, inode.into())), bytes);
+            }
         }
         Ok(sum.total())
     }
@@ -153,13 +169,18 @@ fn is_list(name: &str) -> bool {
     pid.is_some_and(|pid| memory::mm_name(pid) == name)
 }
 
-/// How the kernel names anonymous memory in huge pages.
-const NAME: &[u8] = b"/anon_hugepage";
+/// How the kernel names anonymous memory in huge pages, and files of it.
+const NAMES: [&[u8]; 2] = [b"/anon_hugepage", b"/memfd:"];
 
+fn is_memory(name: &[u8]) -> bool {
+    NAMES.iter().any(|known| name.starts_with(known))
+}
+
+/// Whether a process may have some.
 fn has_huge_pages(pid: i32) -> bool {
     let mut found = false;
     let read = proc_maps::each(Path::new("/proc"), pid, |mapping| {
-        found = mapping.path.starts_with(NAME);
+        found = is_memory(mapping.path);
         if found {
             ControlFlow::Break(())
         } else {
@@ -169,7 +190,7 @@ fn has_huge_pages(pid: i32) -> bool {
     read.is_ok() && found
 }
 
-/// The first line of a mapping of anonymous memory in huge pages, in smaps.
+/// The first line of a mapping of memory, in smaps.
 #[derive(Debug, PartialEq, Eq)]
 struct Head {
     bytes: u64,
@@ -188,7 +209,7 @@ impl Head {
         let (major, minor) = words.next()?.split_once(':')?;
         let device = hex(major)? << 32 | hex(minor)?;
         let inode = words.next()?.parse().ok()?;
-        words.next().filter(|name| name.as_bytes().starts_with(NAME))?;
+        words.next().filter(|name| is_memory(name.as_bytes()))?;
         Some(Self {
             bytes: if is_shared {
                 offset.saturating_add(bytes)

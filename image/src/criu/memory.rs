@@ -63,8 +63,6 @@ const PLAIN_ADVICE: u64 = HUGE_PAGES | 1 << 15 | 1 << 16;
 mod vma {
     pub(super) const START: u32 = 1;
     pub(super) const END: u32 = 2;
-    pub(super) const OFFSET: u32 = 3;
-    pub(super) const MEMORY: u32 = 4;
     pub(super) const PROTECTION: u32 = 5;
     pub(super) const FLAGS: u32 = 6;
     pub(super) const STATUS: u32 = 7;
@@ -261,44 +259,35 @@ pub struct Vma {
     pub is_plain: bool,
 }
 
-/// Anonymous memory of a task in huge pages of a pool.
+/// Private anonymous memory of a task in huge pages of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Huge {
     /// Of a page, in KiB.
     pub(super) size: u64,
-    /// CRIU's number of memory that several mappings may share.
-    pub(super) shared: Option<u64>,
-    /// What the mapping needs of it.
     pub(super) bytes: u64,
 }
 
 impl Huge {
     /// None for another mapping, and for one for which the kernel reserves no page.
     fn of(vma: &Message<'_>) -> Result<Option<Self>, WireError> {
-        const ANON_SHARED: u32 = 1 << 8;
         const NO_RESERVE: u32 = 0x4000;
         const HUGE: u32 = 0x4_0000;
-        /// Where the binary logarithm of a page's size is.
-        const SHIFT: u32 = 26;
         let (flags, status) = (vma.required(vma::FLAGS)?, vma.required(vma::STATUS)?);
         let bytes = vma
             .required_long(vma::END)?
             .saturating_sub(vma.required_long(vma::START)?);
-        // Of memory without a size CRIU has not seen the pool.
-        let size = 1_u64.checked_shl(flags >> SHIFT).unwrap_or(0) >> 10;
-        if flags & HUGE == 0 || size == 0 {
-            return Ok(None);
-        }
-        let (shared, bytes) = if status & ANON_SHARED != 0 {
-            let offset = vma.long(vma::OFFSET)?.unwrap_or(0);
-            (vma.long(vma::MEMORY)?, offset.saturating_add(bytes))
-        } else if status & ANON_PRIVATE != 0 && flags & NO_RESERVE == 0 {
-            (None, bytes)
-        } else {
-            return Ok(None);
-        };
-        Ok(Some(Self { size, shared, bytes }))
+        let is_meant = status & ANON_PRIVATE != 0 && flags & (HUGE | NO_RESERVE) == HUGE;
+        Ok(huge_page(flags)
+            .filter(|_| is_meant)
+            .map(|size| Self { size, bytes }))
     }
+}
+
+/// Size of a huge page in KiB, whose binary logarithm is in these flags of mmap(2) or memfd_create(2). None
+/// without: then CRIU has not seen the pool.
+pub(super) fn huge_page(flags: u32) -> Option<u64> {
+    let size = 1_u64.checked_shl(flags >> 26)? >> 10;
+    (size > 0).then_some(size)
 }
 
 pub(super) fn mm_name(pid: i32) -> String {
@@ -456,22 +445,14 @@ pub(crate) mod testing {
         write(dir, &mm_name(pid), MM_MAGIC, &[mm]).unwrap();
     }
 
-    /// A mapping of 2 MiB pages, of memory with this number at this offset if it is shared.
-    pub(crate) fn huge_vma(at: Range<u64>, shared: Option<u64>, offset: u64) -> Vec<u8> {
-        let (sharing, status) = if shared.is_some() {
-            (1, 1 << 8)
-        } else {
-            (2, 1 << 9)
-        };
-        let flags = 0x5404_0020 | sharing;
+    /// Private memory in pages of 2 MiB.
+    pub(crate) fn huge_vma(at: Range<u64>) -> Vec<u8> {
         let mut vma = Vec::new();
         let fields = [
             (vma::START, at.start),
             (vma::END, at.end),
-            (vma::OFFSET, offset),
-            (vma::MEMORY, shared.unwrap_or(0)),
-            (vma::FLAGS, flags),
-            (vma::STATUS, status),
+            (vma::FLAGS, 0x5404_0022),
+            (vma::STATUS, 1 << 9 | 1),
             (vma::PROTECTION, 3),
         ];
         for (field, number) in fields {

@@ -8,10 +8,10 @@ use super::wire::Message;
 use super::{ImageFault, memory, messages};
 
 const SEGMENTS_MAGIC: u32 = 0x4628_3044;
-const FILES_MAGIC: u32 = 0x4845_3499;
+pub(super) const FILES_MAGIC: u32 = 0x4845_3499;
 
 /// The list of the memory files.
-const FILES: &str = "memfd.img";
+pub(super) const FILES: &str = "memfd.img";
 
 /// Fields of `ipc_shm_entry`, `ipc_desc_entry` and `memfd_inode_entry`.
 mod field {

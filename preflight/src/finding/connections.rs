@@ -51,8 +51,7 @@ impl Connection {
         }
     }
 
-    /// Whether its process would take the end that it finds in the copy for the end of what was sent, although
-    /// the copy lacks bytes that had arrived.
+    /// Whether a copy lacks bytes of it that had arrived.
     pub fn loses_bytes(&self, tcp: Tcp) -> bool {
         self.unread && !self.continues(tcp)
     }

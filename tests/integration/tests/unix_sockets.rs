@@ -276,7 +276,7 @@ fn the_audit_knows_what_criu_does_without_a_gpu(platform: Platform) -> Result<()
         talks_on(&job)?;
         job.remove()?;
 
-        let job = plain(&["sleep", "1000"])?;
+        let job = plain(&["sh", "-c", "while :; do sleep 1; done"])?;
         let exec = ["ctr", "tasks", "exec", "--exec-id", "other", "--detach", "job"];
         host.node().run(&[&exec[..], &["sleep", "2000"]].concat())?;
         wait_for("the process of exec", WAIT, || {
@@ -289,7 +289,7 @@ fn the_audit_knows_what_criu_does_without_a_gpu(platform: Platform) -> Result<()
         let (copy, _) = Container::restore(host, "job", "checkpoint/job", 0)?;
         let processes = copy.exec(&["ps", "-o", "args"])?;
         ensure!(
-            processes.contains("sleep 1000") && !processes.contains("sleep 2000"),
+            processes.contains("while :") && !processes.contains("sleep 2000"),
             "{processes}"
         );
         copy.remove()?;

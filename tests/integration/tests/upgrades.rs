@@ -278,7 +278,7 @@ fn containers_survive_an_upgrade_of_containerd_and_shim(platform: Platform) -> R
 fn install_firn(host: &GpuHost, from: &Path) -> Result<()> {
     let install = |name| {
         host.node()
-            .install(&from.join(name), format!("{BIN}/{name}"), 0o755)
+            .install(from.join(name), format!("{BIN}/{name}"), 0o755)
     };
     FIRNS.into_iter().try_for_each(install)
 }

@@ -1,4 +1,5 @@
 use super::super::memory::testing::{huge_vma, vma, write_vmas};
+use super::super::tests::{Out, write_file};
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -12,19 +13,23 @@ fn an_image_needs_what_its_mappings_have_and_shared_memory_once() {
     let dir = tempfile::tempdir().unwrap();
     let at = |start: u64, length: u64| start << 30..(start << 30) + length;
     let small = vma(at(1, MIB), 1 << 9, 0);
-    let private = huge_vma(at(2, 4 * MIB), None, 0);
-    let shared = |start| huge_vma(at(start, 6 * MIB), Some(7), 0);
-    // Its end lies further behind.
-    let part = huge_vma(at(5, 2 * MIB), Some(8), 4 * MIB);
-    write_vmas(
-        dir.path(),
-        1,
-        &[small.clone(), private.clone(), shared(3), shared(4)],
-    );
-    write_vmas(dir.path(), 2, &[private, shared(3), part]);
+    let private = huge_vma(at(2, 4 * MIB));
+    write_vmas(dir.path(), 1, &[small.clone(), private.clone(), private.clone()]);
+    write_vmas(dir.path(), 2, std::slice::from_ref(&private));
     write_vmas(dir.path(), 3, &[small]);
-    // Twice 4 MiB that are private, 6 MiB that both share, and 6 MiB.
-    let expected = pages([(2048, 20 * MIB)]);
+    let file = |inode: u64, bytes: u64, flags: u64| {
+        let file = Out::new().text(1, "/anon_hugepage").number(4, bytes);
+        file.number(7, inode).number(8, flags)
+    };
+    let files = [
+        file(1, 6 * MIB, 0x5400_0004),
+        file(2, MIB, 0),
+        // Of another pool, and by a second number of the first.
+        file(3, 1 << 30, 0x7800_0004),
+        file(1, 6 * MIB, 0x5400_0004),
+    ];
+    write_file(&dir.path().join(FILES), FILES_MAGIC, &files);
+    let expected = pages([(2048, 18 * MIB), (1 << 20, 1 << 30)]);
     assert_eq!(HugePages::of_image(dir.path()).unwrap(), expected);
     // No lists of tasks: other names for the same.
     for name in ["mm-01.img", "mm-+1.img", "mm-1.img.old"] {

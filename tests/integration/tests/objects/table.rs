@@ -212,11 +212,7 @@ pub(super) const REFUSED: [Refused; 19] = [
 /// As [`REFUSED`], with the code: objects that have a rule of their own.
 pub(super) const BY_RULES: [(Refused, &str); 3] = [
     (
-        (
-            ("io-uring", "io_uring", &[]),
-            "an io_uring",
-            "(anon anon_inode:[io_uring])",
-        ),
+        (("io-uring", "io_uring", &[]), "an io_uring", "Dump files (pid"),
         "FIRN-IO-URING",
     ),
     (
