@@ -22,7 +22,7 @@ pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refuse
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
     Certainty, Connection, Finding, Inherited, Object, OtherEnd, RefusedBefore, UnixKind, UnixSocket,
-    Unreadable, is_outside_vfork, unread_sockets, user_namespace,
+    Unreadable, is_outside_vfork, read_connections, user_namespace,
 };
 pub use refusal::Refusal;
 pub use settings::{LostSettings, lost_settings};

@@ -5,12 +5,11 @@
 //! call, such as unit tests of a phase, finds none and continues.
 
 use std::fs::File;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use firn_host::{UnlessAbsent, clock};
+use firn_host::{UnlessAbsent, clock, open_regular};
 use firn_process::OrWarn;
 use firn_process::call;
 use firn_process::panics::lock;
@@ -160,12 +159,7 @@ impl Recording {
 
     /// Has the history keep CRIU's log, also if its directory is removed meanwhile.
     pub(crate) fn keep_log(&self, log: &Path) {
-        let mut options = File::options();
-        let opened = options
-            .read(true)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(log)
-            .if_present();
+        let opened = open_regular(log).if_present();
         let opened = opened.or_warn(format_args!("cannot keep CRIU's log"));
         *lock(&self.log) = opened.flatten();
     }

@@ -519,13 +519,18 @@ fn open_and_mapped_files_of_a_process_are_held() {
         fs::write(at(name), "text").unwrap();
     }
     let elsewhere = tempfile::NamedTempFile::new().unwrap();
-    let mut child = std::process::Command::new("sleep");
-    child.arg("1000").stdin(File::open(at("open")).unwrap());
+    let mut child = std::process::Command::new("sh");
+    child.args(["-c", "echo ready >&2; kill -STOP $$"]);
+    child.stdin(File::open(at("open")).unwrap());
     child.stdout(File::open(at("deleted")).unwrap());
     let mut child = child.stderr(elsewhere.reopen().unwrap()).spawn().unwrap();
     let deleted = id(&at("deleted"));
     fs::remove_file(at("deleted")).unwrap();
     let pid = i32::try_from(child.id()).unwrap();
+    // Before, the kernel may show no mapping of its program.
+    while fs::read(elsewhere.path()).unwrap().is_empty() {
+        std::thread::yield_now();
+    }
     let held = held_by(&[pid, i32::MAX], fs::metadata(shm.path()).unwrap().dev());
     let root = fs::metadata("/proc/self/exe").unwrap();
     let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();

@@ -93,12 +93,12 @@ pub fn has_connections(image: &Path) -> io::Result<bool> {
 }
 
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
-/// continued. `unread`: inodes of sockets that have bytes which no process has read, where CRIU has not
-/// written them down. None: each may have some.
+/// continued. `read`: inodes of sockets of which all that has arrived was read, if CRIU has not written down
+/// what they hold.
 pub fn close_connections(
     dir: &Path,
     continued: Continued,
-    unread: Option<&BTreeSet<u64>>,
+    read: Option<&BTreeSet<u64>>,
 ) -> Result<Connections, ImageFault> {
     let image = Image::open(dir)?;
     let bytes = image.bytes(NAME)?.ok_or_else(|| missing(NAME))?;
@@ -127,12 +127,12 @@ pub fn close_connections(
                 found.closed += usize::from(!has_ended);
                 is_edited = true;
                 let stream = format!("tcp-stream-{inode:x}.img");
-                let is_unread = unread.is_none_or(|unread| unread.contains(&inode.into()));
-                let shutdown = if is_unread || received(dir, &stream)? > 0 {
-                    SHUTDOWN_WRITES
-                } else {
-                    SHUTDOWN_BOTH
+                let is_unread = match read {
+                    None => received(dir, &stream)? > 0,
+                    // Where it ended before, nothing shows any more what it held.
+                    Some(read) => !has_ended && !read.contains(&inode.into()),
                 };
+                let shutdown = if is_unread { SHUTDOWN_WRITES } else { SHUTDOWN_BOTH };
                 empty(dir, &stream)?;
                 edited.push(Cow::Owned(close(file, shutdown).map_err(malformed)?));
             }

@@ -1,6 +1,6 @@
 //! Huge pages of hugetlbfs: a node has a pool of each size, and CRIU's mappings fail where it is too small.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -8,14 +8,19 @@ use std::path::Path;
 use firn_host::{bounded, proc_maps};
 use serde::{Deserialize, Serialize};
 
+use super::files::{MAGIC as OPEN_FILES_MAGIC, NAME as OPEN_FILES};
 use super::shared_memory::{FILES, FILES_MAGIC};
-use super::{Image, ImageFault, memory};
+use super::tasks::PSTREE_MAGIC;
+use super::{Image, ImageFault, MAX_BYTES, memory};
+
+/// The list of the processes.
+const TREE: &str = "pstree.img";
 
 /// The pools of this node.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
 
 /// How many bytes of lists of mappings are read. Memory in others does not count.
-const MOST_BYTES: u64 = 64 << 20;
+const MOST_BYTES: u64 = MAX_BYTES;
 
 /// How many pieces of shared memory are counted.
 const MOST_SHARED: usize = 100_000;
@@ -67,22 +72,23 @@ impl HugePages {
     /// # Errors
     /// If a list of mappings is not as CRIU writes it.
     pub fn of_image(dir: &Path) -> Result<Self, ImageFault> {
-        let unreadable = |error| ImageFault::unreadable("the directory", &error);
-        let (mut sum, mut left) = (Sum::default(), MOST_BYTES);
-        for entry in fs::read_dir(dir).map_err(unreadable)? {
-            let entry = entry.map_err(unreadable)?;
-            let name = entry.file_name();
-            let Some(name) = name.to_str().filter(|name| is_list(name)) else {
-                continue;
-            };
-            let length = entry.metadata().map_or(0, |found| found.len());
-            for huge in memory::huge(dir, name, left)? {
+        let (image, mut sum, mut left) = (Image::open(dir)?, Sum::default(), MOST_BYTES);
+        // Files of an earlier dump may be there, too.
+        let pids = image.read(TREE, PSTREE_MAGIC, |process| process.required(1))?;
+        for pid in pids.into_iter().flatten().collect::<BTreeSet<u32>>() {
+            let list = memory::huge(dir, i32::try_from(pid).unwrap_or_default(), left)?;
+            left = left.saturating_sub(list.length);
+            for huge in list.mappings {
                 sum.add(huge.size, None, huge.bytes);
             }
-            left = left.saturating_sub(length);
         }
         // CRIU takes shared memory in huge pages for files of it, also where it has no name.
-        let files = Image::open(dir)?.read(FILES, FILES_MAGIC, |file| {
+        let open = image.read(OPEN_FILES, OPEN_FILES_MAGIC, |file| {
+            let memory = file.message(20)?;
+            memory.map(|memory| memory.required(5)).transpose()
+        })?;
+        let open: BTreeSet<u32> = open.into_iter().flatten().flatten().collect();
+        let files = image.read(FILES, FILES_MAGIC, |file| {
             let flags = file.number(8)?.unwrap_or(0);
             Ok((
                 memory::huge_page(flags),
@@ -90,7 +96,9 @@ impl HugePages {
                 file.required(7)?,
             ))
         })?;
-        for (size, bytes, inode) in files.into_iter().flatten() {
+        let is_open = |file: &(Option<u64>, u64, u32)| open.contains(&file.2);
+        let files = files.into_iter().flatten().filter(is_open);
+        for (size, bytes, inode) in files {
             if let Some(size) = size {
                 sum.add(size, Some((0, inode.into())), bytes);
             }
@@ -159,14 +167,6 @@ fn free(pool: &Path) -> u64 {
     let in_pool = number("free_hugepages").saturating_sub(number("resv_hugepages"));
     let beyond = number("nr_overcommit_hugepages").saturating_sub(number("surplus_hugepages"));
     in_pool.saturating_add(beyond)
-}
-
-/// Whether a file is the list of a task's mappings.
-fn is_list(name: &str) -> bool {
-    let pid = name
-        .strip_prefix("mm-")
-        .and_then(|rest| rest.strip_suffix(".img")?.parse().ok());
-    pid.is_some_and(|pid| memory::mm_name(pid) == name)
 }
 
 /// How the kernel names anonymous memory in huge pages, and files of it.

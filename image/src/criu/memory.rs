@@ -290,7 +290,7 @@ pub(super) fn huge_page(flags: u32) -> Option<u64> {
     (size > 0).then_some(size)
 }
 
-pub(super) fn mm_name(pid: i32) -> String {
+fn mm_name(pid: i32) -> String {
     format!("mm-{pid}.img")
 }
 
@@ -299,16 +299,29 @@ pub fn vmas(dir: &Path, pid: i32) -> Result<Vec<Vma>, ImageFault> {
     each_vma(dir, &mm_name(pid), MAX_MM, vma)
 }
 
-/// The mappings in huge pages of a task whose list has this name. Of a list of more than `most` bytes none.
-pub(super) fn huge(dir: &Path, name: &str, most: u64) -> Result<Vec<Huge>, ImageFault> {
-    let length = open(dir, name)?.and_then(|file| file.metadata().ok()?.len().into());
-    if length.is_none_or(|length| length > most) {
-        return Ok(Vec::new());
+/// What a list of mappings has of huge pages.
+#[derive(Debug, Default)]
+pub(super) struct HugeList {
+    pub(super) mappings: Vec<Huge>,
+    /// Of the list, in bytes; 0 if it was not read.
+    pub(super) length: u64,
+}
+
+/// The mappings in huge pages of the task with this pid in the container. Of a list of more than `most` bytes
+/// none.
+pub(super) fn huge(dir: &Path, pid: i32, most: u64) -> Result<HugeList, ImageFault> {
+    let name = mm_name(pid);
+    let length = open(dir, &name)?.and_then(|file| Some(file.metadata().ok()?.len()));
+    match length.filter(|length| *length <= most) {
+        None => Ok(HugeList::default()),
+        Some(length) => Ok(HugeList {
+            mappings: each_vma(dir, &name, most, Huge::of)?
+                .into_iter()
+                .flatten()
+                .collect(),
+            length,
+        }),
     }
-    Ok(each_vma(dir, name, most, Huge::of)?
-        .into_iter()
-        .flatten()
-        .collect())
 }
 
 fn each_vma<T>(

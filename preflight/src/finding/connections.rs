@@ -89,11 +89,11 @@ pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection
     Ok(found)
 }
 
-/// Inodes of the TCP sockets in the network namespace of a process that have bytes which nobody has read.
-pub(super) fn unread(proc_root: &Path, pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
+/// Inodes of the TCP connections in the network namespace of a process of which all bytes were read.
+pub(super) fn all_read(proc_root: &Path, pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
     let mut found = BTreeSet::new();
     each_line(proc_root, pid, |line| {
-        if line.has_unread_bytes() {
+        if !line.has_unread_bytes() {
             found.insert(line.inode);
         }
     })?;

@@ -157,12 +157,13 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
     connections::inspect(proc_root, dumped)
 }
 
-/// Inodes of the TCP sockets in the network namespace of a process that have bytes which nobody has read.
+/// Inodes of the TCP connections in the network namespace of a process of which all bytes were read.
+/// None if the process has ended.
 ///
 /// # Errors
 /// The kernel's table cannot be read, or is very long.
-pub fn unread_sockets(pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
-    connections::unread(Path::new("/proc"), pid)
+pub fn read_connections(pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
+    connections::all_read(Path::new("/proc"), pid)
 }
 
 /// Whether CRIU has to make links of files of the processes, or why it must not.

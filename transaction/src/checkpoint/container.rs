@@ -21,7 +21,7 @@ use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, ImageF
 use firn_image::memory::call::Ready;
 use firn_oci::criu_config::{self, CriuError};
 use firn_oci::mounts;
-use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfork, unread_sockets};
+use firn_preflight::{Assertions, Inherited, OtherEnd, UnixSocket, is_outside_vfork, read_connections};
 use firn_process::OrWarn;
 use firn_process::blocking::blocking;
 use firn_process::cancel::CancellationToken;
@@ -293,11 +293,12 @@ impl ContainerEffects<'_> {
             if unix_sockets > 0 {
                 close_unix_sockets(&image)?;
             }
-            let unread = match looked_at.map(unread_sockets) {
-                None => Some(BTreeSet::new()),
-                Some(found) => found.or_warn(format_args!("cannot see which connections have unread bytes")),
-            };
-            close_connections(&image, continued, unread.as_ref())
+            let read = looked_at.map(|pid| {
+                let read = read_connections(pid);
+                read.or_warn(format_args!("cannot see which connections have unread bytes"))
+                    .unwrap_or_default()
+            });
+            close_connections(&image, continued, read.as_ref())
         };
         let found = bounded(
             "close connections in the image",

@@ -85,8 +85,6 @@ impl HistoryDir {
 
     /// Keeps CRIU's log of an entry by this name.
     pub(super) fn keep_log(&self, log: &File, name: &str) -> io::Result<()> {
-        let lock = File::open(&self.0)?;
-        lock.lock()?;
         logs::keep(&self.0, log, name)
     }
 

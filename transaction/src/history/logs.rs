@@ -27,20 +27,23 @@ pub(super) fn name(entry: &Entry) -> String {
     format!("{:013}-{}{END}", entry.at, entry.id)
 }
 
-/// Copies a log into `place` by this name, and removes the oldest there. The caller has the lock of `place`.
+/// Copies a log into `place` by this name, and removes the oldest there.
 pub(super) fn keep(place: &Path, log: &File, name: &str) -> io::Result<()> {
+    let text = shortened(log)?;
     let dir = place.join(LOGS);
     DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
-    atomic_file::write(&dir, name, &shortened(log)?, 0o600)?;
-    let mut others: Vec<String> = fs::read_dir(&dir)?
-        .flatten()
-        .filter_map(|file| file.file_name().into_string().ok())
-        .filter(|other| other.ends_with(END) && other != name)
-        .collect();
+    let lock = File::open(&dir)?;
+    lock.lock()?;
+    atomic_file::write(&dir, name, &text, 0o600)?;
+    let names = fs::read_dir(&dir)?.flatten();
+    let names = names.filter_map(|file| file.file_name().into_string().ok());
+    let (mut others, rest): (Vec<_>, Vec<_>) = names.partition(|other| other.ends_with(END) && other != name);
     others.sort_unstable();
-    let most = MOST - 1;
-    for oldest in others.iter().take(others.len().saturating_sub(most)) {
-        fs::remove_file(dir.join(oldest)).or_warn(format_args!("cannot remove an old log of CRIU"));
+    others.truncate(others.len().saturating_sub(MOST - 1));
+    // Nobody else writes now: a writer was killed.
+    others.extend(rest.into_iter().filter(|other| other.ends_with(".tmp")));
+    for other in others {
+        fs::remove_file(dir.join(other)).or_warn(format_args!("cannot remove an old log of CRIU"));
     }
     Ok(())
 }
@@ -94,8 +97,9 @@ mod tests {
         assert_eq!(fs::read_to_string(dir.join(&left[0])).unwrap(), "Error: no\n");
         // The clock was set back, and another program has a file there.
         fs::write(dir.join("0"), "").unwrap();
+        fs::write(dir.join(".left.log.tmp"), "").unwrap();
         assert!(dir.join(keep(0)).exists() && dir.join("0").exists());
-        assert!(!dir.join(&left[0]).exists());
+        assert!(!dir.join(&left[0]).exists() && !dir.join(".left.log.tmp").exists());
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod totals;
 
 use std::fmt::Display;
 use std::fs::File;
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -124,20 +125,28 @@ pub(crate) fn time(at: u64) -> String {
     Rfc3339(Duration::from_millis(at)).to_string()
 }
 
-/// Appends an entry, and keeps CRIU's log of it. Waits no longer than [`PATIENCE`].
+/// Appends an entry, and then keeps CRIU's log of it. Waits for each no longer than [`PATIENCE`].
 pub async fn write(place: &HistoryDir, mut entry: Entry, log: Option<File>) {
     let (at, id) = (place.clone(), entry.id.clone());
-    let appended = blocking(move || {
-        if log.is_some() {
-            entry.criu_log = logs::name(&entry);
-        }
-        // Order matters: a slow log does not cost the entry.
-        at.append(&entry)?;
-        log.map_or(Ok(()), |log| at.keep_log(&log, &entry.criu_log))
-    });
-    match tokio::time::timeout(PATIENCE, appended).await {
-        Ok(done) => drop(done.or_warn(format_args!("cannot write {id} into the history"))),
-        Err(_) => log::warn!("cannot write {id} into the history within {PATIENCE:?}"),
+    if log.is_some() {
+        entry.criu_log = logs::name(&entry);
+    }
+    let name = entry.criu_log.clone();
+    patiently(format!("write {id} into the history"), move || at.append(&entry)).await;
+    if let Some(log) = log {
+        let at = place.clone();
+        patiently(format!("keep CRIU's log of {id}"), move || {
+            at.keep_log(&log, &name)
+        })
+        .await;
+    }
+}
+
+/// Waits for work of the file system. `what`: for a warning.
+async fn patiently(what: String, work: impl FnOnce() -> io::Result<()> + Send + 'static) {
+    match tokio::time::timeout(PATIENCE, blocking(work)).await {
+        Ok(done) => drop(done.or_warn(format_args!("cannot {what}"))),
+        Err(_) => log::warn!("cannot {what} within {PATIENCE:?}"),
     }
 }
 

@@ -174,14 +174,13 @@ impl<S: FnOnce(&mut Command) + Send> effects::Restore for RestoreEffects<'_, S> 
         let (restored, verified) = tokio::join!(restoring, verifying);
         verified?;
         if let Err(error) = restored {
-            let lines = read_log(&self.log).await;
             return Err(
                 match (error, refusal_of_script(self.transaction.container).await) {
                     (RuncError::Cancelled { .. }, _) => Cause::Killed,
                     (_, Some(refusal)) => Cause::Script(refusal),
                     (error, None) => Cause::Runtime {
                         error,
-                        lines,
+                        lines: read_log(&self.log).await,
                         log: self.log.clone(),
                     },
                 },

@@ -414,7 +414,10 @@ async fn plain(
             pid
         }
         Err(error) => {
-            let lines = read_log(&log).await;
+            let lines = match error {
+                RuncError::Cancelled { .. } => Vec::new(),
+                _ => read_log(&log).await,
+            };
             // The runtime and CRIU may have been killed before they could clean up.
             roll_back(container, was_free, journal).await;
             Err(match (error, refusal_of_script(container).await) {

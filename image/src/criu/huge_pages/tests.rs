@@ -24,17 +24,26 @@ fn an_image_needs_what_its_mappings_have_and_shared_memory_once() {
     let files = [
         file(1, 6 * MIB, 0x5400_0004),
         file(2, MIB, 0),
-        // Of another pool, and by a second number of the first.
+        // Of another pool, by a second number of the first, and of an earlier dump.
         file(3, 1 << 30, 0x7800_0004),
         file(1, 6 * MIB, 0x5400_0004),
+        file(4, 1 << 40, 0x5400_0004),
     ];
     write_file(&dir.path().join(FILES), FILES_MAGIC, &files);
+    let open = |id: u64, inode: u64| {
+        let memory = Out::new().number(1, id).number(5, inode);
+        Out::new().number(1, 16).number(2, id).message(20, &memory)
+    };
+    let open = [open(11, 1), open(12, 1), open(13, 2), open(14, 3)];
+    write_file(&dir.path().join(OPEN_FILES), OPEN_FILES_MAGIC, &open);
+    let process = |pid: u64| Out::new().number(1, pid).number(2, 0).number(5, pid);
+    let tree = dir.path().join(TREE);
+    write_file(&tree, PSTREE_MAGIC, &[1, 2, 3, 1].map(process));
+    // Of an earlier dump.
+    write_vmas(dir.path(), 9, &[huge_vma(at(2, 1 << 40))]);
     let expected = pages([(2048, 18 * MIB), (1 << 20, 1 << 30)]);
     assert_eq!(HugePages::of_image(dir.path()).unwrap(), expected);
-    // No lists of tasks: other names for the same.
-    for name in ["mm-01.img", "mm-+1.img", "mm-1.img.old"] {
-        std::fs::copy(dir.path().join("mm-1.img"), dir.path().join(name)).unwrap();
-    }
+    write_file(&tree, PSTREE_MAGIC, &[1, 2, 3, 4].map(process));
     assert_eq!(HugePages::of_image(dir.path()).unwrap(), expected);
     std::fs::write(dir.path().join("mm-4.img"), "no list").unwrap();
     assert!(HugePages::of_image(dir.path()).is_err());

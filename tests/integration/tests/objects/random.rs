@@ -50,7 +50,9 @@ impl Drawn {
             moving.extend(WATCHES);
         }
         let mut refusing = REFUSED.to_vec();
-        refusing.extend(BY_RULES.iter().map(|(refused, _)| *refused));
+        // CRIU's log names the others less clearly.
+        let connection = BY_RULES.iter().filter(|(_, code)| *code == "FIRN-TCP");
+        refusing.extend(connection.map(|(refused, _)| *refused));
         let refused = match random.below(3) {
             0 => {
                 let count = 1 + random.index(MOST_REFUSED);

@@ -52,11 +52,13 @@ fn build_dir() -> &'static Path {
             .arg("build")
             .arg("--quiet")
             .current_dir(env!("CARGO_MANIFEST_DIR"));
-        packages
-            .iter()
-            .for_each(|package| _ = cargo.args(["--package", package]));
-        if !cfg!(debug_assertions) {
-            cargo.arg("--release");
+        if cfg!(debug_assertions) {
+            // As the suites build them: packages by name have other features, and cargo would build the
+            // programs again, for the suites as well.
+            cargo.arg("--workspace");
+        } else {
+            let named = packages.iter().flat_map(|package| ["--package", package]);
+            cargo.arg("--release").args(named);
         }
         assert!(
             cargo.status().unwrap().success(),
