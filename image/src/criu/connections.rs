@@ -5,8 +5,9 @@
 //! CRIU continues either all connections or none. So a closed connection is made a socket without one, with
 //! both directions shut down, which is what `criu restore --tcp-close` makes of all: reads return the end of
 //! the file, writes fail with EPIPE. Such an image needs no option at its restore. The data that was queued
-//! in the connection is removed from the image. A reader to whom bytes had arrived must not take that for the
-//! end of what was sent: of its socket only the other direction is shut down, and reads fail with ENOTCONN.
+//! in the connection is removed from the image. Where bytes had arrived, and then the end of what was sent,
+//! the reader must not take the one for the other: only the other direction is shut down, and reads fail with
+//! ENOTCONN.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -42,6 +43,9 @@ const STREAM_MAGIC: u32 = 0x5146_5506;
 
 /// The state of a socket without a connection.
 const TCP_CLOSE: u32 = 7;
+
+/// States in which the other end has sent its end: CLOSE, CLOSE_WAIT, LAST_ACK and CLOSING.
+const ENDED_BY_PEER: [u32; 4] = [TCP_CLOSE, 8, 9, 11];
 
 /// What is shut down: the direction of writes, or both.
 const SHUTDOWN_WRITES: u32 = 2;
@@ -93,8 +97,7 @@ pub fn has_connections(image: &Path) -> io::Result<bool> {
 }
 
 /// Closes the connections in the image at `dir`, which nobody else may write to, but those that are
-/// continued. `read`: inodes of sockets of which all that has arrived was read, if CRIU has not written down
-/// what they hold.
+/// continued. `read`: inodes of sockets of which all was read, if CRIU has not written down what they hold.
 pub fn close_connections(
     dir: &Path,
     continued: Continued,
@@ -123,13 +126,19 @@ pub fn close_connections(
                 found.kept += 1;
                 edited.push(Cow::Borrowed(file));
             }
-            Some(Socket { inode, has_ended, .. }) => {
+            Some(Socket {
+                inode,
+                has_ended,
+                is_ended_by_peer,
+                ..
+            }) => {
                 found.closed += usize::from(!has_ended);
                 is_edited = true;
                 let stream = format!("tcp-stream-{inode:x}.img");
                 let is_unread = match read {
+                    _ if !is_ended_by_peer => false,
                     None => received(dir, &stream)? > 0,
-                    // Where it ended before, nothing shows any more what it held.
+                    // Where both sides have ended it, nothing shows any more what it held.
                     Some(read) => !has_ended && !read.contains(&inode.into()),
                 };
                 let shutdown = if is_unread { SHUTDOWN_WRITES } else { SHUTDOWN_BOTH };
@@ -214,6 +223,8 @@ struct Socket {
     inode: u32,
     /// Its connection has ended: it was reset, or both sides have closed it.
     has_ended: bool,
+    /// The same, or its other end has closed it.
+    is_ended_by_peer: bool,
 }
 
 /// The TCP socket with a peer that this open file is.
@@ -234,6 +245,7 @@ fn socket(file: &[u8]) -> Result<Option<Socket>, WireError> {
         end,
         inode: socket.required(field::INODE)?,
         has_ended: socket.required(field::STATE)? == TCP_CLOSE,
+        is_ended_by_peer: ENDED_BY_PEER.contains(&socket.required(field::STATE)?),
     }))
 }
 

@@ -24,7 +24,7 @@ pub struct Connection {
     pub remote: SocketAddr,
     /// Whether the other end is a socket of the container, too.
     pub inside: bool,
-    /// Whether it has bytes that no process has read.
+    /// Whether its other end has ended it, after bytes that no process has read.
     pub unread: bool,
 }
 
@@ -89,7 +89,8 @@ pub(super) fn inspect(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connection
     Ok(found)
 }
 
-/// Inodes of the TCP connections in the network namespace of a process of which all bytes were read.
+/// Inodes of the TCP connections in the network namespace of a process, but of those whose other end has
+/// ended them after bytes that nobody has read.
 pub(super) fn all_read(proc_root: &Path, pid: i32) -> Result<BTreeSet<u64>, Unreadable> {
     let mut found = BTreeSet::new();
     each_line(proc_root, pid, |line| {
@@ -174,9 +175,9 @@ impl Line {
         })
     }
 
-    /// Of TCP: without the other side's end.
+    /// Of TCP: whether bytes and the other side's end wait to be read.
     fn has_unread_bytes(&self) -> bool {
-        self.unread > u64::from(ENDED.contains(&self.state))
+        ENDED.contains(&self.state) && self.unread > 1
     }
 }
 
@@ -211,13 +212,13 @@ mod tests {
         };
         for (state, unread, expected) in [
             ("01", "00000000", false),
-            ("01", "00000001", true),
+            ("01", "00000001", false),
             ("08", "00000000", false),
             ("08", "00000001", false),
             ("08", "00000002", true),
             ("09", "00000001", false),
             ("0B", "00000002", true),
-            ("05", "00000001", true),
+            ("05", "00000001", false),
         ] {
             let found = parse(&line(state, unread)).unwrap();
             assert_eq!(found.inode, 13);

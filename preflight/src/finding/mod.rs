@@ -157,7 +157,8 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
     connections::inspect(proc_root, dumped)
 }
 
-/// Inodes of the TCP connections in the network namespace of a process of which all bytes were read.
+/// Inodes of the TCP connections in the network namespace of a process, but of those whose other end has
+/// ended them after bytes that nobody has read.
 /// None if the process has ended.
 ///
 /// # Errors
