@@ -244,6 +244,11 @@ impl<'a> Run<'a> {
         set.filter(|_| !self.workload.pause)
     }
 
+    /// What is asserted for a dump, by whoever makes it; none where nothing is dumped, or is not checked.
+    fn any_dump(&self) -> Option<&'a Assertions> {
+        self.dump().or(self.dump_by_criu())
+    }
+
     /// Also processes that CRIU leaves out: they would keep the device from whoever gets it next.
     fn held_devices(&mut self) -> Result<(), CheckError> {
         if !self.is_device_free() {
@@ -273,7 +278,7 @@ impl<'a> Run<'a> {
     }
 
     fn left_out(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
+        let Some(assertions) = self.any_dump() else {
             return Ok(());
         };
         self.announce("the memory maps and environments of processes");
@@ -287,7 +292,7 @@ impl<'a> Run<'a> {
     }
 
     fn objects(&mut self) -> Result<(), CheckError> {
-        if self.dump().or(self.dump_by_criu()).is_some() {
+        if self.any_dump().is_some() {
             let found = finding::objects(self.proc_root, self.workload.init, &self.dumped())?;
             let agent = self.workload.seccomp_agent.then_some(Refusal::SeccompAgent);
             self.outcome.refusals.extend(agent.into_iter().chain(found));
@@ -350,7 +355,7 @@ impl<'a> Run<'a> {
     }
 
     fn connections(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
+        let Some(assertions) = self.any_dump() else {
             return Ok(());
         };
         let refuses = assertions.tcp == Tcp::Refuse;
@@ -386,7 +391,7 @@ impl<'a> Run<'a> {
     }
 
     fn deleted_names(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
+        let Some(assertions) = self.any_dump() else {
             return Ok(());
         };
         self.announce("a file that a process has open or mapped by a deleted name");
@@ -399,7 +404,7 @@ impl<'a> Run<'a> {
     }
 
     fn unix_sockets(&mut self) -> Result<(), CheckError> {
-        let Some(assertions) = self.dump().or(self.dump_by_criu()) else {
+        let Some(assertions) = self.any_dump() else {
             return Ok(());
         };
         let dumped = self.dumped();

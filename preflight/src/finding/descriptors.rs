@@ -46,8 +46,7 @@ impl Gpu {
 
 impl ProcessFiles {
     /// What CRIU cannot dump, or loses, of a process.
-    fn of_criu(&self, pid: i32, comm: &str) -> Vec<Refusal> {
-        let comm = || comm.to_owned();
+    fn of_criu(&self, pid: i32, comm: impl Fn() -> String) -> Vec<Refusal> {
         let ring = self.io_uring.then(|| Refusal::IoUring { pid, comm: comm() });
         let key = self.key.clone().map(|at| Refusal::ProtectionKey {
             pid,
@@ -64,11 +63,11 @@ impl ProcessFiles {
 }
 
 /// What CRIU cannot dump, or loses, of all processes that it dumps.
-pub(super) fn of_criu(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+pub(crate) fn of_criu(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
     let mut refusals = Vec::new();
     for &pid in dumped {
         if let Some(found) = look(proc_root, pid)? {
-            refusals.extend(found.of_criu(pid, &proc_maps::comm(proc_root, pid)));
+            refusals.extend(found.of_criu(pid, || proc_maps::comm(proc_root, pid)));
         }
     }
     Ok(refusals)
@@ -85,13 +84,14 @@ pub(super) fn inspect(
         let Some(found) = look(proc_root, pid)? else {
             continue;
         };
-        let comm = proc_maps::comm(proc_root, pid);
-        let of_criu = found.of_criu(pid, &comm).into_iter().map(|refusal| Finding {
+        let comm = || proc_maps::comm(proc_root, pid);
+        let of_criu = found.of_criu(pid, comm).into_iter().map(|refusal| Finding {
             refusal,
             certainty: Certainty::Certain,
         });
         findings.extend(of_criu);
         if let Some(file) = found.imex {
+            let comm = comm();
             findings.push(Finding {
                 refusal: Refusal::Imex { pid, comm, file },
                 certainty: Certainty::Suspected,

@@ -62,6 +62,7 @@ mod tests;
 mod unix_sockets;
 mod watches;
 
+pub(crate) use descriptors::of_criu;
 pub(crate) use watches::{Lookup, inspect as watches};
 
 pub use connections::Connection;
@@ -158,8 +159,7 @@ pub(crate) fn connections(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Connec
 }
 
 /// Inodes of the TCP connections in the network namespace of a process, but of those whose other end has
-/// ended them after bytes that nobody has read.
-/// None if the process has ended.
+/// ended them after bytes that nobody has read. Of a process that has ended there are none.
 ///
 /// # Errors
 /// The kernel's table cannot be read, or is very long.
@@ -201,11 +201,6 @@ pub(crate) fn unix_sockets_by_criu(
     let sockets = found.clone();
     let refusal = (!sockets.is_empty()).then_some(Refusal::PlainUnixSockets { sockets });
     Ok((found, refusal))
-}
-
-/// What CRIU refuses or loses of open files and mappings below `proc_root`, whoever calls it.
-pub(crate) fn of_criu(proc_root: &Path, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
-    descriptors::of_criu(proc_root, dumped)
 }
 
 /// Objects of processes below `proc_root` that no copy would have, and a user namespace of the container.
