@@ -218,7 +218,7 @@ fn inspect_shows_where_a_checkpoint_comes_from() {
         "container  train on gpu-7, 2026-02-01 00:00:00",
         "image      registry/train:1",
         "command    python3 train.py",
-        "size       2.0 MiB: 1.0 MiB GPU memory, 1.0 MiB memory, 70 B process state",
+        "size       2.0 MiB: 1.0 MiB GPU memory, 1.0 MiB memory, 48 B process state",
     ] {
         assert!(
             shown.lines().any(|shown| shown == line),
