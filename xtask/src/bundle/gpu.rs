@@ -169,20 +169,19 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     if !musl {
         println!("no target {MUSL} for this toolchain: the shim is linked with glibc");
     }
-    let built = build(workspace, &["containerd-shim-firn-v2"], musl.then_some(MUSL))?;
+    let built = build(workspace, &["firn-shim"], musl.then_some(MUSL))?;
     copy_into(&built.join("containerd-shim-firn-v2"), &bin)?;
-    let others = [
-        "firn-gpu",
+    let packages = [
+        "firn-worker",
         "firn-hook",
         "firn",
         "firn-runc",
-        WORKLOADS[0],
-        WORKLOADS[1],
+        "firn-criu-plugin",
+        "firn-workloads",
     ];
-    let built = build(workspace, &others, None)?;
-    let plugin = ["build", "--release", "--locked", "--package", "firn-criu-plugin"];
-    check(cargo().args(plugin).current_dir(workspace))?;
-    for name in others.into_iter().chain(["libfirn_criu.so"]) {
+    let built = build(workspace, &packages, None)?;
+    let programs = ["firn-gpu", "firn-hook", "firn", "firn-runc", "libfirn_criu.so"];
+    for name in programs.into_iter().chain(WORKLOADS) {
         copy_into(&built.join(name), &bin)?;
     }
     Ok(())
@@ -274,14 +273,14 @@ fn scripts(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the named programs and returns the directory that holds them.
-fn build(workspace: &Path, bins: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
+/// Builds what these packages ship, with their own features, and returns the directory of the programs.
+fn build(workspace: &Path, packages: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut cargo = cargo();
     cargo
         .args(["build", "--release", "--locked"])
         .current_dir(workspace);
-    for bin in bins {
-        cargo.args(["--bin", bin]);
+    for package in packages {
+        cargo.args(["--package", package]);
     }
     let mut dir = workspace.join("target");
     if let Some(target) = target {
