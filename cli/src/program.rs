@@ -1,15 +1,20 @@
 //! Runs other programs, with a deadline and bounded output.
 
-use std::path::Path;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use firn_config::{Config, find_program, names};
+use firn_config::{Config, find_program, in_path, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
 use firn_host::ProblemReport;
+use firn_preflight::CriuLimit;
 use firn_process::reaper::{OutputError, Reaper};
+
+/// How long a program may take that shows its version.
+pub const LIMIT: Duration = Duration::from_secs(10);
 
 /// What a program has printed.
 pub struct Output {
@@ -40,6 +45,48 @@ pub fn run(program: &Path, arguments: &[&str], limit: Duration) -> Result<Output
         stdout: text(&output.stdout),
         stderr: text(&output.stderr),
     })
+}
+
+/// A program in these directories, and its version.
+pub fn versioned(name: &str, path: &OsStr) -> Result<(PathBuf, String), String> {
+    let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
+    match run(&program, &["--version"], LIMIT) {
+        Ok(output) if output.success => {
+            // `runc version 1.3.6`, `Version: 4.2.1`
+            let version = first_line(&output.stdout).split_whitespace().last();
+            Ok((program, version.unwrap_or_default().to_owned()))
+        }
+        Ok(output) => Err(format!(
+            "{} --version fails: {}",
+            program.display(),
+            last_line(&output.stderr)
+        )),
+        Err(error) => Err(format!("{error:#}")),
+    }
+}
+
+/// What the CRIU in these directories cannot do on this kernel. Nothing is known of one that does not run.
+pub fn criu_limit(path: &OsStr) -> Option<CriuLimit> {
+    let (_, version) = versioned("criu", path).ok()?;
+    CriuLimit::of(&version, &kernel())
+}
+
+/// The release of the running kernel.
+pub fn kernel() -> String {
+    let shown = nix::sys::utsname::uname();
+    shown
+        .map(|name| name.release().to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
+/// What a program has printed first.
+pub fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default().trim()
+}
+
+/// What a program has printed last.
+pub fn last_line(text: &str) -> &str {
+    text.trim().lines().last().unwrap_or("no message").trim()
 }
 
 /// Driver version and GPUs of this node.

@@ -175,9 +175,9 @@ impl<'a> Run<'a> {
             Self::other_vendors,
             Self::held_devices,
             Self::left_out,
+            Self::connections,
             Self::objects,
             Self::findings,
-            Self::connections,
             Self::watches,
             Self::deleted_names,
             Self::unix_sockets,
@@ -293,7 +293,8 @@ impl<'a> Run<'a> {
 
     fn objects(&mut self) -> Result<(), CheckError> {
         if self.any_dump().is_some() {
-            let found = finding::objects(self.proc_root, self.workload.init, &self.dumped())?;
+            let Workload { init, no_inet, .. } = self.workload;
+            let found = finding::objects(self.proc_root, *init, &self.dumped(), *no_inet)?;
             let agent = self.workload.seccomp_agent.then_some(Refusal::SeccompAgent);
             self.outcome.refusals.extend(agent.into_iter().chain(found));
         }

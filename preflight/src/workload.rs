@@ -44,6 +44,10 @@ pub struct Workload {
     /// The container's seccomp profile lets an agent outside decide about system calls.
     #[serde(default)]
     pub seccomp_agent: bool,
+    /// The node's CRIU cannot dump sockets of the internet on its kernel
+    /// ([`CriuLimit::Inet`](crate::CriuLimit::Inet)).
+    #[serde(default)]
+    pub no_inet: bool,
     /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of
     /// `capacity` does not matter.
     pub pause: bool,

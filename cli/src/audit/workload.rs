@@ -14,8 +14,8 @@ use firn_host::{ProblemReport, procfs};
 use firn_oci::criu_config::{users_external_unix, users_link_remap, users_scanned, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
-    Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
-    expect_criu, image_bytes, lost_settings,
+    Assertions, Capacity, CriuLimit, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check,
+    check_node, expect_criu, image_bytes, lost_settings,
 };
 use firn_process::cgroup::Cgroup;
 
@@ -24,7 +24,7 @@ use super::subject::Subject;
 use super::{Process, Report};
 use crate::args::AuditArgs;
 use crate::daemon::Daemon;
-use crate::program;
+use crate::program::{self, criu_limit};
 
 pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     let subject = Subject::of(args)?;
@@ -53,13 +53,14 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     } else {
         None
     };
-    let missing = expect_criu(&Daemon::find(&args.subject.containerd.socket.address).path).err();
-    signals.of_criu(&Vec::from_iter(missing));
+    let path = Daemon::find(&args.subject.containerd.socket.address).path;
+    signals.of_criu(&Vec::from_iter(expect_criu(&path).err()));
+    let no_inet = criu_limit(&path) == Some(CriuLimit::Inet);
     if let Some(nvidia) = &nvidia {
         signals.of_shim(subject.under_another_shim().as_ref());
         signals.of_node(&nvidia.node, subject.spec.as_ref(), config);
     }
-    let (nvidia, workload, outcome) = checked(&subject, nvidia, args, config)?;
+    let (nvidia, workload, outcome) = checked(&subject, nvidia, no_inet, args, config)?;
     signals.of_workload(&workload, &outcome);
     if let Some(nvidia) = &nvidia {
         signals.of_shared_gpus(nvidia.shared_gpus(config).as_deref());
@@ -84,13 +85,14 @@ fn cpus(init: i32) -> Option<String> {
 fn checked(
     subject: &Subject,
     mut nvidia: Option<Nvidia>,
+    no_inet: bool,
     args: &AuditArgs,
     config: &Config,
 ) -> Result<(Option<Nvidia>, Workload, Outcome)> {
     let until = Instant::now() + STARTS;
     loop {
         let mut workload = workload(subject, nvidia.as_ref(), args, config);
-        workload.may_start = Instant::now() < until;
+        (workload.may_start, workload.no_inet) = (Instant::now() < until, no_inet);
         let outcome = check(&workload).map_err(ProblemReport::from)?;
         if outcome.starting.is_empty() {
             return Ok((nvidia, workload, outcome));

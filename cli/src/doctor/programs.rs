@@ -1,15 +1,13 @@
 //! Checks of the programs that a checkpoint runs.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
 use firn_config::{Config, INSTALL_CRIU_PLUGIN, find_criu_plugin, find_program, in_path, names};
+use firn_preflight::CriuLimit;
 
 use super::{Check, ONE_RELEASE};
-use crate::program;
-
-const LIMIT: Duration = Duration::from_secs(10);
+use crate::program::{self, first_line, kernel, last_line, versioned};
 
 pub fn checks(config: &Config) -> Vec<Check> {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -36,12 +34,15 @@ fn runc(path: &OsStr) -> Check {
 fn criu(path: &OsStr) -> Check {
     match versioned("criu", path) {
         Err(found) => Check::fail("criu", found, "`apt install criu`, in the PATH of containerd"),
-        Ok((_, version)) if let Some(limit) = unfit(&version, &kernel()) => Check::warn(
-            "criu",
-            format!("{version}; {limit}"),
-            "install CRIU 4.2 or later; `criu --version` shows it",
-        ),
-        Ok((criu, version)) => match program::run(&criu, &["check"], LIMIT) {
+        Ok((_, version)) if let Some(limit) = CriuLimit::of(&version, &kernel()) => {
+            let (cannot, remedy) = unfit(limit);
+            Check::warn(
+                "criu",
+                format!("{version}; {cannot} on Linux {}", kernel()),
+                remedy,
+            )
+        }
+        Ok((criu, version)) => match program::run(&criu, &["check"], program::LIMIT) {
             Ok(output) if output.success => Check::ok("criu", version),
             Ok(output) => Check::warn(
                 "criu",
@@ -57,26 +58,17 @@ fn criu(path: &OsStr) -> Check {
     }
 }
 
-/// The release of the running kernel.
-fn kernel() -> String {
-    let shown = nix::sys::utsname::uname();
-    shown
-        .map(|name| name.release().to_string_lossy().into_owned())
-        .unwrap_or_default()
-}
-
-/// What this CRIU cannot do on this kernel.
-fn unfit(criu: &str, kernel: &str) -> Option<String> {
-    let number = |text: &str| {
-        let mut parts = text.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
-        Some((parts.next()?.ok()?, parts.next()?.ok()?))
-    };
-    let version = number(criu.split_whitespace().last()?)?;
-    if version < (4, 0) {
-        return Some("firn's plugin needs 4.0 or later".to_owned());
+/// What a CRIU cannot do, and the remedy.
+fn unfit(limit: CriuLimit) -> (&'static str, &'static str) {
+    const NEWER: &str = "install CRIU 4.2 or later; `criu --version` shows it";
+    match limit {
+        CriuLimit::Plugins => ("it loads no plugin of firn, which needs 4.0 or later,", NEWER),
+        CriuLimit::Inet => ("it cannot dump sockets of TCP, UDP, raw IP or packets", NEWER),
+        CriuLimit::Dumps => (
+            "unless its distribution has repaired it (CRIU's issue 3002), it dumps nothing",
+            "try it with a container that may end; if it fails, install a CRIU after 4.2, or boot Linux 7.0",
+        ),
     }
-    let has_no_tcp = version < (4, 2) && number(kernel)? >= (6, 16);
-    has_no_tcp.then(|| format!("it cannot dump TCP sockets on Linux {kernel}"))
 }
 
 /// firn's own plugin.
@@ -143,7 +135,7 @@ fn own(name: &'static str, configured: Option<&Path>, option: &str) -> Check {
         Err(error) => return Check::failed(name, &error),
     };
     let shown = program.display();
-    match program::run(&program, &[option], LIMIT) {
+    match program::run(&program, &[option], program::LIMIT) {
         Ok(output) if output.success && output.stdout.split_whitespace().any(|word| word == ours) => {
             Check::ok(name, format!("{shown} {ours}"))
         }
@@ -161,45 +153,10 @@ fn own(name: &'static str, configured: Option<&Path>, option: &str) -> Check {
     }
 }
 
-/// A program and its version.
-fn versioned(name: &str, path: &OsStr) -> Result<(PathBuf, String), String> {
-    let program = in_path(name, path).ok_or_else(|| format!("no {name} in PATH"))?;
-    match program::run(&program, &["--version"], LIMIT) {
-        Ok(output) if output.success => {
-            // `runc version 1.3.6`, `Version: 4.2.1`
-            let version = first_line(&output.stdout).split_whitespace().last();
-            Ok((program, version.unwrap_or_default().to_owned()))
-        }
-        Ok(output) => Err(format!(
-            "{} --version fails: {}",
-            program.display(),
-            last_line(&output.stderr)
-        )),
-        Err(error) => Err(format!("{error:#}")),
-    }
-}
-
-fn first_line(text: &str) -> &str {
-    text.lines().next().unwrap_or_default().trim()
-}
-
-fn last_line(text: &str) -> &str {
-    text.trim().lines().last().unwrap_or("no message").trim()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::Status;
     use super::*;
-
-    #[test]
-    fn versions_of_criu_that_do_not_fit_the_kernel_are_known() {
-        assert_eq!(unfit("Version: 4.2.1", "6.18.44"), None);
-        assert_eq!(unfit("Version: 4.1", "6.12.1+deb13"), None);
-        assert!(unfit("Version: 4.1.1", "6.16-rc1").unwrap().contains("TCP"));
-        assert!(unfit("Version: 3.19", "6.1.0").unwrap().contains("4.0"));
-        assert_eq!(unfit("Version: git", "6.18"), None);
-    }
 
     #[test]
     fn a_plugin_directory_with_the_cuda_plugin_fails() {

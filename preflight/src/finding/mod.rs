@@ -204,8 +204,13 @@ pub(crate) fn unix_sockets_by_criu(
 }
 
 /// Objects of processes below `proc_root` that no copy would have, and a user namespace of the container.
-pub(crate) fn objects(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
-    let objects = objects::inspect(proc_root, init, dumped)?;
+pub(crate) fn objects(
+    proc_root: &Path,
+    init: i32,
+    dumped: &[i32],
+    no_inet: bool,
+) -> Result<Vec<Refusal>, Unreadable> {
+    let objects = objects::inspect(proc_root, init, dumped, no_inet)?;
     let waiting = unix_sockets::waiting(proc_root, dumped)?;
     Ok(user_namespace(proc_root, init)
         .into_iter()

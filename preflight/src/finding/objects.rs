@@ -34,6 +34,8 @@ pub enum Object {
     Bpf,
     Crypto,
     Fanotify,
+    /// A socket of TCP, UDP, raw IP or packets, where the node's CRIU is too old for its kernel.
+    Inet,
     Kvm,
     LandlockRules,
     MessageQueue,
@@ -58,6 +60,7 @@ impl fmt::Display for Object {
             Self::Bpf => "a BPF map, program or link",
             Self::Crypto => "a socket of the kernel's cryptography (AF_ALG)",
             Self::Fanotify => "a group of fanotify, in a container without CAP_SYS_ADMIN",
+            Self::Inet => "a socket of TCP, UDP, raw IP or packets",
             Self::Kvm => "a virtual machine",
             Self::LandlockRules => "a set of Landlock rules",
             Self::MessageQueue => "a POSIX message queue",
@@ -88,12 +91,14 @@ impl Object {
             // CRIU makes the socket and does not connect it.
             Self::Ping => "has no peer any more in a copy",
             Self::Fanotify => "firn would not restore",
+            Self::Inet => "CRIU before 4.2 cannot dump on Linux 6.16 and later",
             _ => "CRIU cannot dump",
         }
     }
 
     pub(crate) fn remedy(self) -> &'static str {
         match self {
+            Self::Inet => "install CRIU 4.2 or later on this node (`criu --version` shows what it has)",
             Self::Mptcp => {
                 "turn it off in the program: GODEBUG=multipathtcp=0 for Go; or start the program \
                             again with net.mptcp.enabled=0"
@@ -144,8 +149,9 @@ impl Object {
     /// By the protocol of a socket, as the kernel names it.
     fn of_protocol(name: &[u8]) -> Option<Self> {
         match name {
-            b"UNIX" | b"UNIX-DGRAM" | b"UNIX-STREAM" | b"TCP" | b"TCPv6" | b"UDP" | b"UDPv6"
-            | b"UDP-Lite" | b"UDPLITE" | b"UDPLITEv6" | b"RAW" | b"RAWv6" | b"PACKET" | b"NETLINK" => None,
+            b"UNIX" | b"UNIX-DGRAM" | b"UNIX-STREAM" | b"NETLINK" => None,
+            b"TCP" | b"TCPv6" | b"UDP" | b"UDPv6" | b"UDP-Lite" | b"UDPLITE" | b"UDPLITEv6" | b"RAW"
+            | b"RAWv6" | b"PACKET" => Some(Self::Inet),
             b"PING" | b"PINGv6" => Some(Self::Ping),
             b"AF_VSOCK" => Some(Self::Vsock),
             b"ALG" => Some(Self::Crypto),
@@ -169,14 +175,21 @@ const NAMESPACES: [(&str, &str); 9] = [
 ];
 
 /// The objects of the processes below `proc_root`, one refusal for each kind that a process has. `init` is
-/// the container's first process.
-pub(super) fn inspect(proc_root: &Path, init: i32, dumped: &[i32]) -> Result<Vec<Refusal>, Unreadable> {
+/// the container's first process. `no_inet`: CRIU dumps no [`Object::Inet`].
+pub(super) fn inspect(
+    proc_root: &Path,
+    init: i32,
+    dumped: &[i32],
+    no_inet: bool,
+) -> Result<Vec<Refusal>, Unreadable> {
     let mut refusals = Vec::new();
     for &pid in dumped {
         let Some(objects) = of_process(proc_root, init, pid)? else {
             continue;
         };
-        refusals.extend(objects.into_iter().map(|(object, at)| Refusal::Object {
+        let objects = objects.into_iter();
+        let refused = objects.filter(|(object, _)| no_inet || *object != Object::Inet);
+        refusals.extend(refused.map(|(object, at)| Refusal::Object {
             pid,
             comm: proc_maps::comm(proc_root, pid),
             object,

@@ -51,17 +51,35 @@ fn sockets_are_known_by_their_protocols() {
     let (udp, unix) = (UdpSocket::bind("127.0.0.1:0").unwrap(), SockFlag::empty());
     let udp = OwnedFd::from(udp);
     let unix = socket(AddressFamily::Unix, SockType::SeqPacket, unix, None).unwrap();
-    assert_eq!(of_own(&[&udp, &unix]), []);
+    assert_eq!(of_own(&[&unix]), []);
+    assert_eq!(of_own(&[&udp, &unix]), [Object::Inet]);
+    for no_inet in [false, true] {
+        let found = inspect(Path::new("/proc"), me(), &[me()], no_inet).unwrap();
+        let is_inet = |refusal: &Refusal| {
+            matches!(
+                refusal,
+                Refusal::Object {
+                    object: Object::Inet,
+                    ..
+                }
+            )
+        };
+        assert_eq!(found.iter().any(is_inet), no_inet);
+    }
     let vsock = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::empty(), None);
     // A kernel may be without it.
     if let Ok(vsock) = vsock {
         let _bound = bind(vsock.as_raw_fd(), &VsockAddr::new(u32::MAX, u32::MAX));
-        assert_eq!(of_own(&[&udp, &vsock]), [Object::Vsock]);
+        assert_eq!(of_own(&[&vsock]), [Object::Vsock]);
     }
-    for name in ["UNIX", "TCP", "TCPv6", "UDP", "UDPv6", "RAW", "PACKET", "NETLINK"] {
+    for name in ["UNIX", "UNIX-STREAM", "NETLINK"] {
         assert_eq!(Object::of_protocol(name.as_bytes()), None, "{name}");
     }
     for (name, object) in [
+        ("TCPv6", Object::Inet),
+        ("UDP", Object::Inet),
+        ("RAW", Object::Inet),
+        ("PACKET", Object::Inet),
         ("MPTCP", Object::Mptcp),
         ("ALG", Object::Crypto),
         ("PINGv6", Object::Ping),
@@ -165,7 +183,7 @@ fn objects_are_known_by_their_links_and_each_kind_is_named_once() {
     {
         symlink(link, process.join("fd").join(fd.to_string())).unwrap();
     }
-    let refusals = inspect(root.path(), 7, &[7, 8]).unwrap();
+    let refusals = inspect(root.path(), 7, &[7, 8], false).unwrap();
     let found: Vec<Object> = (refusals.iter())
         .map(|refusal| match refusal {
             Refusal::Object { pid: 7, object, .. } => *object,
@@ -233,7 +251,7 @@ fn a_namespace_of_a_process_is_none_of_the_container() {
     while namespace() == host {
         std::thread::yield_now();
     }
-    let found = inspect(Path::new("/proc"), me(), &[pid]).unwrap();
+    let found = inspect(Path::new("/proc"), me(), &[pid], false).unwrap();
     let [Refusal::Object { object, at, .. }] = &found[..] else {
         panic!("{found:?}");
     };

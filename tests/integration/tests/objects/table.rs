@@ -252,9 +252,15 @@ const PTRACE: &[&str] = &["--cap-add", "CAP_SYS_PTRACE"];
 
 /// Those of [`MOVES`] that the CRIU of a Debian suite can dump.
 pub(crate) fn movable(suite: Suite) -> Vec<Object<'static>> {
-    let is_fit = |object: &Object<'_>| suite == Suite::Forky || !NET.contains(&object.0);
+    let is_fit = |object: &Object<'_>| suite == Suite::Forky || !is_inet(object);
     MOVES.into_iter().filter(is_fit).collect()
 }
 
-/// Sockets that CRIU before 4.2 cannot dump on Linux 6.16 and newer.
-const NET: [&str; 4] = ["udp", "listener", "packet", "raw"];
+/// Those of [`MOVES`] that CRIU before 4.2 cannot dump on Linux 6.16 and newer.
+pub(super) fn inet() -> impl Iterator<Item = Object<'static>> {
+    MOVES.into_iter().filter(is_inet)
+}
+
+fn is_inet(object: &Object<'_>) -> bool {
+    ["udp", "listener", "packet", "raw"].contains(&object.0)
+}
