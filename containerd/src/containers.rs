@@ -35,6 +35,9 @@ pub struct Container {
     pub snapshotter: String,
     #[prost(string, tag = "7")]
     pub snapshot_key: String,
+    /// What its client notes, as JSON, by names of the client's.
+    #[prost(map = "string, message", tag = "10")]
+    pub extensions: HashMap<String, Any>,
 }
 
 #[derive(Clone, PartialEq, Message)]

@@ -15,7 +15,7 @@ use crate::device_class;
 use crate::device_class::{GpuPath, classify};
 use crate::spec::parse_device;
 use crate::vendor::{OtherGpu, other_gpu};
-use crate::{DeviceRule, Spec, SpecError};
+use crate::{DeviceRule, Spec, SpecError, annotations};
 
 /// An edit that cannot be made.
 #[derive(Debug, thiserror::Error, Problem)]
@@ -180,10 +180,8 @@ pub fn set_criu_config(spec: &mut Spec, file: &Path) -> Result<(), EditError> {
 /// Removes annotations with firn's prefix that no given spec may have: names that firn itself writes
 /// elsewhere, and unknown ones. Returns them.
 pub fn drop_internal_annotations(spec: &mut Spec) -> Result<Vec<String>, SpecError> {
-    let is_internal =
-        |key: &str| key.starts_with(names::FIRNS) && !names::ANNOTATIONS_OF_SPECS.contains(&key);
-    let keys = spec.annotations().into_iter().flat_map(Map::keys);
-    let internal: Vec<String> = keys.filter(|key| is_internal(key)).cloned().collect();
+    let internal = annotations::named(spec).filter(|name| !annotations::is_known(name));
+    let internal: Vec<String> = internal.map(str::to_owned).collect();
     if !internal.is_empty() {
         let annotations = spec.object_mut("annotations")?;
         annotations.retain(|key, _| !internal.contains(key));

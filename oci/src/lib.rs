@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod amd;
+pub mod annotations;
 pub mod criu_config;
 pub mod criu_script;
 pub mod dev_repair;

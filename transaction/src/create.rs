@@ -13,7 +13,7 @@ use firn_gpu::Backend;
 use firn_host::{Chain, ProblemLine};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::job_hook::{self, JobHook, JobHookError};
-use firn_oci::{Spec, SpecError, edit};
+use firn_oci::{Spec, SpecError, annotations, edit};
 use firn_process::OrWarn;
 use firn_process::cancel::CancellationToken;
 use firn_process::reaper::Reaper;
@@ -142,6 +142,9 @@ fn given(id: &str, bundle: &Path) -> Result<Spec, SpecError> {
         let internal = internal.join(", ");
         log::warn!("container {id}: annotations that no spec may have are removed: {internal}");
         given.save(bundle)?;
+    }
+    for wrong in annotations::with_unknown_values(&given) {
+        log::warn!("container {id}: annotation {wrong}");
     }
     Ok(given)
 }

@@ -298,6 +298,16 @@ impl Signals {
         }
     }
 
+    /// Annotations that mean nothing. Nothing is refused for them.
+    pub fn of_annotations(&mut self, lines: Vec<String>) {
+        let source = "config.json of the bundle, containerd's container and its pod's";
+        let signal = self.add("annotations_without_effect", source, None);
+        if !lines.is_empty() {
+            signal.certainty = Certainty::Certain;
+            signal.detail = text::some_of("", lines);
+        }
+    }
+
     /// Settings that a copy has not. Nothing is refused for them.
     pub fn of_settings(&mut self, lost: &[LostSettings]) {
         let signal = self.add(

@@ -3,6 +3,7 @@
 //! The rules are those of the shim's transaction ([`firn_preflight`]). The audit stops and changes nothing:
 //! it reads files of /proc and of the bundle, and queries the driver which processes use CUDA.
 
+mod annotations;
 mod findings;
 mod print;
 mod subject;

@@ -81,6 +81,13 @@ impl Subject {
         [&self.tree[..], &self.outside].concat()
     }
 
+    /// The container's namespace and id.
+    pub fn called(&self) -> Option<(&str, &str)> {
+        let bundle = self.bundle.as_deref()?;
+        let namespace = bundle.parent()?.file_name()?.to_str()?;
+        Some((namespace, bundle.file_name()?.to_str()?))
+    }
+
     /// Why the subject is no workload.
     pub fn unfit(&self) -> Option<Unready> {
         let own = i32::try_from(std::process::id()).unwrap_or_default();

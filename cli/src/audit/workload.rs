@@ -19,6 +19,7 @@ use firn_preflight::{
 };
 use firn_process::cgroup::Cgroup;
 
+use super::annotations;
 use super::findings::Signals;
 use super::subject::Subject;
 use super::{Process, Report};
@@ -65,6 +66,8 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     if let Some(nvidia) = &nvidia {
         signals.of_shared_gpus(nvidia.shared_gpus(config).as_deref());
     }
+    let socket = &args.subject.containerd.socket.address;
+    signals.of_annotations(annotations::of(&subject, socket));
     signals.of_settings(&lost_settings(&subject.tree, cpus(subject.init).as_deref()));
     report(subject, nvidia, args, signals)
 }

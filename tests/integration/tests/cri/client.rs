@@ -60,6 +60,8 @@ impl<'h> Cri<'h> {
                 "firn.dev/gpu-map": map,
                 "firn.dev/ipc": "none",
                 "firn.dev/exec": "refuse",
+                // The handler does not pass it on.
+                "firn.dev/tcp": "close",
                 "other.dev/annotation": "not passed on",
             },
             "linux": { "cgroupParent": PARENT, "securityContext": { "namespaceOptions": options } },

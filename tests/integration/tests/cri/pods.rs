@@ -118,6 +118,14 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
         passed == [ours, ours, ours, false],
         "annotations of the pod that reached the container: {passed:?}"
     );
+    let (_, audit) = cri
+        .host
+        .firn_shows(&["audit", "--namespace", "k8s.io", &one.id])?;
+    let audit = audit.to_string();
+    for (name, is_lost) in [("firn.dev/tcp", true), ("firn.dev/ipc", !ours)] {
+        let named = audit.contains(&format!("{name} of the pod is not passed on"));
+        ensure!(named == is_lost, "{name}: {audit}");
+    }
     let seen = format!(
         "{}, {} shim, {} {}",
         pod.state()?,

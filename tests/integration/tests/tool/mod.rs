@@ -104,6 +104,42 @@ fn a_container_becomes_an_image_and_goes_on(platform: Platform) -> Result<()> {
     })
 }
 
+/// By the log and the audit.
+fn annotations_without_effect_are_named(platform: Platform) -> Result<()> {
+    on([host(platform, "to-note", 1)?], |[host]| {
+        let length = host.log_length()?;
+        let options = [
+            "firn.dev/tcp=Close",
+            "firn.dev/pausd=release-gpu",
+            "firn.dev/exec=omit",
+        ];
+        let options = options.map(|annotation| ["--annotation", annotation]).concat();
+        let job = Container::count_with(host, "job", &["0"], 1, &options, &[])?;
+        let (log, audit) = (
+            host.log_since(length)?,
+            host.node().run(&["firn", "audit", "job"])?,
+        );
+        for (named, name) in [
+            (
+                &log,
+                "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto",
+            ),
+            (&log, "firn.dev/pausd"),
+            (
+                &audit.stdout,
+                "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto",
+            ),
+            (&audit.stdout, "firn.dev/pausd is no annotation of firn"),
+        ] {
+            let is_shown = named.contains(name) || named.contains(&name.replace('"', "\\\""));
+            ensure!(is_shown, "no {name}: {named}");
+        }
+        ensure!(!audit.stdout.contains("firn.dev/exec"), "{}", audit.stdout);
+        job.remove()?;
+        host.idle()
+    })
+}
+
 fn a_restore_chooses_name_and_gpus(platform: Platform) -> Result<()> {
     on([host(platform, "to-gpus", 1)?], |[host]| {
         let job = counter(host)?;
@@ -268,6 +304,7 @@ fn onto_other_gpus(host: &GpuHost, job: &Container<'_>) -> Result<()> {
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         a_container_becomes_an_image_and_goes_on [FORKY, TRIXIE];
+        annotations_without_effect_are_named [FORKY, TRIXIE];
         a_restore_chooses_name_and_gpus [FORKY, TRIXIE];
         a_file_goes_to_another_node_and_ctr_imports_it [FORKY, TRIXIE];
         a_directory_is_restored_into_its_container [FORKY, TRIXIE];
