@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use firn_host::UnlessAbsent;
 use firn_image::criu;
-use firn_image::criu::{Host, HugePages};
+use firn_image::criu::{Host, HugePages, Pids};
 use firn_oci::Spec;
 use serde_json::json;
 
@@ -26,7 +26,8 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
     };
     let fits = criu::check(&spec, image, &host)
         .and_then(|()| criu::expect_volumes(&spec, image, bundle, None))
-        .and_then(|()| HugePages::of_image(image)?.expect());
+        .and_then(|()| HugePages::of_image(image)?.expect())
+        .and_then(|()| Pids::of_image(image)?.expect(&spec));
     crate::answer(json!(fits.err()))
 }
 

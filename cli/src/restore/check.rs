@@ -108,6 +108,7 @@ fn planned(args: &RestoreArgs, facts: Facts) -> Result<Option<GpuMap>, RestoreEr
     let plan = Plan::make(&node, spec.clone(), facts.manifest, &args.work_dir)?;
     criu::expect_files(&facts.files, &spec, &args.work_dir)
         .and_then(|()| facts.huge_pages.expect())
+        .and_then(|()| facts.pids.expect(&spec))
         .map_err(|error| RestoreError::Plan(error.into()))?;
     Ok(plan.map().cloned())
 }

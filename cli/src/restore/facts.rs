@@ -7,7 +7,7 @@ use firn_config::{Config, Keys};
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{Backend, CudaState, Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport, procfs};
-use firn_image::criu::{HugePages, VolumeFile};
+use firn_image::criu::{HugePages, Pids, VolumeFile};
 use firn_image::manifest::{CheckpointedProcess, DriverVersion, DumpFlags, Manifest, Versions};
 use firn_oci::job_hook::JobHook;
 use firn_oci::mounts::RequiredMount;
@@ -42,6 +42,9 @@ pub struct Facts {
     /// What its processes have of the node's pools of huge pages.
     #[serde(default)]
     pub huge_pages: HugePages,
+    /// Ids of its processes and threads.
+    #[serde(default)]
+    pub pids: Pids,
 }
 
 /// A container that runs.
@@ -104,6 +107,7 @@ impl Facts {
             addresses,
             files,
             huge_pages,
+            pids: Pids::of_processes(&tree),
         })
     }
 }

@@ -10,7 +10,7 @@ use firn_cdi::{CdiFile, DeviceNode, Registry};
 use firn_config::Config;
 use firn_gpu::{Gpu, GpuUuid, Inventory, SourceGpu};
 use firn_host::{CpuFeatures, ProblemReport};
-use firn_image::criu::{self, HugePages};
+use firn_image::criu::{self, HugePages, Pids};
 use firn_image::manifest::Manifest;
 use firn_oci::{GpuRequest, Rules, Spec, mounts};
 use firn_remap::plan::{GpuMap, Warning};
@@ -122,7 +122,16 @@ impl Plan {
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         if !node.is_there {
-            let expected = HugePages::of_image(&view.dir).and_then(|pages| pages.expect());
+            let is_kept = given.author().owns_node();
+            let expected = HugePages::of_image(&view.dir)
+                .and_then(|pages| pages.expect())
+                .and_then(|()| {
+                    if is_kept {
+                        Pids::of_image(&view.dir)?.expect(&given)
+                    } else {
+                        Ok(())
+                    }
+                });
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         Ok(plan)

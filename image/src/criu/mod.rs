@@ -19,6 +19,7 @@ mod made;
 pub mod memory;
 mod mounts;
 mod namespaces;
+mod pids;
 mod processes;
 mod seccomp;
 pub(crate) mod shared_memory;
@@ -43,6 +44,7 @@ use serde::{Deserialize, Serialize};
 pub use self::connections::{Connections, Continued, close_connections, has_connections};
 pub use self::huge_pages::HugePages;
 pub use self::made::{check as check_made, loosened};
+pub use self::pids::Pids;
 pub use self::processes::{Process, processes};
 pub use self::stopped::was_stopped;
 pub use self::timers::set_expired_timers;
@@ -131,6 +133,13 @@ pub enum ImageFault {
         needed: u64,
         free: u64,
     },
+    /// Another process has an id that the container's had.
+    #[error("the container has no PID namespace of its own, and process id {id} is taken: {comm} has it")]
+    #[problem(
+        "FIRN-PID-TAKEN",
+        "end that process, or restore the container on a node or in a pod where its ids are free"
+    )]
+    PidTaken { id: i32, comm: String },
     /// The spec cannot be read.
     #[error("{reason}")]
     #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use firn_lab::{COUNTER, Container, FREE_HUGE_PAGES, GpuHost, HugePages, on};
+use firn_lab::{BUNDLES, COUNTER, Container, FREE_HUGE_PAGES, GpuHost, HugePages, on};
 use firn_node::{Platform, wait_for};
 
 use super::failures::refused;
@@ -365,5 +365,52 @@ pub fn a_cpu_that_can_do_less_refuses_a_restore(platform: Platform) -> Result<()
         node.run(&["sh", "-c", "rm -r /srv/job.tar /tmp/ctrd-checkpoint*"])?;
         nothing_left(host)?;
         host.idle()
+    })
+}
+
+/// A container with the PID namespace of its node: CRIU gives its processes the ids that they had.
+pub fn ids_of_processes_are_free_on_the_other_node(platform: Platform) -> Result<()> {
+    const NODES: [&str; 2] = ["--with-ns", "pid:/proc/1/ns/pid"];
+    /// Far from those of the nodes' own processes.
+    const FAR: &str = "echo 20000 >/proc/sys/kernel/ns_last_pid";
+    on(pair(platform, "tm-pid")?, |[a, b]| {
+        a.node().run(&["sh", "-c", FAR])?;
+        let job = Container::beat(a, "job", &NODES, "")?;
+        let pid = a.node().read(format!("{BUNDLES}/default/job/init.pid"))?;
+        ensure!(pid.parse::<u32>()? > 20_000, "{pid}");
+        let take = format!(
+            "until sleep 1000 >/dev/null 2>&1 & [ $! -eq {pid} ]; do
+                 kill $!; echo $(({pid} - 1)) >/proc/sys/kernel/ns_last_pid
+             done"
+        );
+        let part =
+            format!("FIRN-PID-TAKEN: the container has no PID namespace of its own, and process id {pid}");
+        let lack = Lack {
+            what: "an id of a process",
+            part: &part,
+            options: &[],
+            take: &take,
+            bring: &format!("kill {pid}; while [ -e /proc/{pid} ]; do sleep 0.1; done"),
+        };
+        join(a, b, || {
+            refused_without(a, b, &[&lack])?;
+            moved(a, &[])?;
+            let copy = Container::known(b, "job");
+            copy.beats_on()?;
+            // By a restore, too: the first of the checkpoint has its own ids.
+            copy.checkpoint("checkpoint/job")?;
+            let again = ["restore", "checkpoint/job", "--name", "other"];
+            refused(b, &[&again[..], &["--dry-run"]].concat(), "FIRN-PID-TAKEN")?;
+            refused(b, &again, "FIRN-PID-TAKEN")?;
+            copy.remove()?;
+            b.firn(&again)?;
+            let other = Container::known(b, "other");
+            other.beats_on()?;
+            other.remove()?;
+            b.remove_image("checkpoint/job")
+        })?;
+        ensure!(job.status().is_err(), "the source is left");
+        a.idle()?;
+        b.idle()
     })
 }

@@ -305,6 +305,7 @@ pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         a_container_becomes_an_image_and_goes_on [FORKY, TRIXIE];
         annotations_without_effect_are_named [FORKY, TRIXIE];
+        lacks::ids_of_processes_are_free_on_the_other_node [FORKY, TRIXIE];
         a_restore_chooses_name_and_gpus [FORKY, TRIXIE];
         a_file_goes_to_another_node_and_ctr_imports_it [FORKY, TRIXIE];
         a_directory_is_restored_into_its_container [FORKY, TRIXIE];
