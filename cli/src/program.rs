@@ -10,7 +10,7 @@ use firn_config::{Config, find_program, in_path, names};
 use firn_gpu::Inventory;
 use firn_gpu::protocol::ProcessReply;
 use firn_host::ProblemReport;
-use firn_preflight::CriuLimit;
+use firn_preflight::CriuLimits;
 use firn_process::reaper::{OutputError, Reaper};
 
 /// How long a program may take that shows its version.
@@ -66,9 +66,10 @@ pub fn versioned(name: &str, path: &OsStr) -> Result<(PathBuf, String), String> 
 }
 
 /// What the CRIU in these directories cannot do on this kernel. Nothing is known of one that does not run.
-pub fn criu_limit(path: &OsStr) -> Option<CriuLimit> {
-    let (_, version) = versioned("criu", path).ok()?;
-    CriuLimit::of(&version, &kernel())
+pub fn criu_limits(path: &OsStr, config: &Config) -> CriuLimits {
+    versioned("criu", path).map_or(CriuLimits::default(), |(_, version)| {
+        CriuLimits::of(&version, &kernel(), config.criu.repaired)
+    })
 }
 
 /// The release of the running kernel.

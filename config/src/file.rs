@@ -61,6 +61,8 @@ sections! {
         /// CRIU's plugin for AMD's GPUs, `amdgpu_plugin.so`. Default: looked for where CRIU's packages put
         /// it.
         pub amdgpu_plugin: Option<PathBuf> = None,
+        /// Whether the distribution has repaired what CRIU of its version cannot do on the node's kernel.
+        pub repaired: bool = false,
     }
 
     /// `[deadlines]`: the longest that each phase may take before the operation is rolled back.

@@ -20,7 +20,7 @@ mod workload;
 
 pub use addresses::Address;
 pub use check::{CheckError, Node, Outcome, check, check_node, check_until_refused, expect_criu};
-pub use criu::CriuLimit;
+pub use criu::CriuLimits;
 pub use environment::{OtherGpus, Tree, image_bytes};
 pub use finding::{
     Certainty, Connection, Finding, Inherited, Object, OtherEnd, RefusedBefore, UnixKind, UnixSocket,

@@ -45,7 +45,7 @@ pub struct Workload {
     #[serde(default)]
     pub seccomp_agent: bool,
     /// The node's CRIU cannot dump sockets of the internet on its kernel
-    /// ([`CriuLimit::Inet`](crate::CriuLimit::Inet)).
+    /// ([`CriuLimits`](crate::CriuLimits)).
     #[serde(default)]
     pub no_inet: bool,
     /// Nothing is dumped: check only what the driver does not park, or cannot restore. Then the image of

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use firn_config::names;
 use firn_containerd::containers::Container;
+use firn_host::Chain;
 use firn_oci::{Spec, annotations};
 use serde_json::Value;
 use tokio::time::timeout;
@@ -16,23 +17,43 @@ use crate::containerd::{CallError, ContainerSpec, Containerd, block_on};
 /// How long containerd may take. Without its answer only the bundle counts.
 const LIMIT: Duration = Duration::from_secs(5);
 
+/// Known annotations of containers that the node's configuration decides for pods.
+const NOT_OF_PODS: [&str; 1] = [names::ANNOTATION_GPU_BUSY];
+
 /// Where containerd notes what the kubelet has given for a pod.
 const POD: &str = "io.cri-containerd.sandbox.metadata";
 
-/// What is wrong with the annotations of a subject, a line for each.
-pub fn of(subject: &Subject, socket: &Path) -> Vec<String> {
+/// What is wrong with the annotations of a subject.
+#[derive(Debug, Default)]
+pub struct Wrong {
+    /// A line for each.
+    pub lines: Vec<String>,
+    /// Why containerd has not answered: there may be more.
+    pub unasked: Option<String>,
+}
+
+pub fn of(subject: &Subject, socket: &Path) -> Wrong {
     let Some(spec) = &subject.spec else {
-        return Vec::new();
+        return Wrong::default();
     };
-    let mut lines = annotations::with_unknown_values(spec);
-    let asked = subject.called().map(|(namespace, id)| {
-        let asked = async { timeout(LIMIT, given(socket, namespace, id)).await };
-        block_on(asked)
-    });
-    if let Some(Ok(Ok(Ok(given)))) = asked {
-        lines.extend(given.lost(spec));
+    let lines = annotations::with_unknown_values(spec);
+    let Some((namespace, id)) = subject.called() else {
+        return Wrong { lines, unasked: None };
+    };
+    let asked = block_on(async { timeout(LIMIT, given(socket, namespace, id)).await });
+    let unasked = match asked {
+        Ok(Ok(Ok(given))) => {
+            let lines = [lines, given.lost()].concat();
+            return Wrong { lines, unasked: None };
+        }
+        Ok(Ok(Err(error))) => Chain(&error).to_string(),
+        Ok(Err(_)) => format!("containerd has not answered within {} s", LIMIT.as_secs()),
+        Err(error) => error.to_string(),
+    };
+    Wrong {
+        lines,
+        unasked: Some(unasked),
     }
-    lines
 }
 
 /// What clients of containerd have given.
@@ -46,7 +67,7 @@ async fn given(socket: &Path, namespace: &str, id: &str) -> Result<Given, CallEr
     let containerd = Containerd::connect(socket, namespace).await?;
     let container = containerd.container(id).await?.spec();
     let pod = match container.annotation(names::ANNOTATION_CRI_SANDBOX) {
-        Some(sandbox) => Some(pod(&containerd.container(sandbox).await?)),
+        Some(sandbox) => containerd.container(sandbox).await.ok().as_ref().map(pod),
         None => None,
     };
     Ok(Given { container, pod })
@@ -61,25 +82,27 @@ fn pod(sandbox: &Container) -> Spec {
 }
 
 impl Given {
-    /// What has not come as far as the container's spec.
-    fn lost(&self, spec: &Spec) -> Vec<String> {
-        let unknown = |spec| annotations::named(spec).filter(|name| !annotations::is_known(name));
-        let of_container = unknown(&self.container).map(|name| format!("{name} is no annotation of firn"));
-        let mut lines: Vec<String> = of_container.collect();
-        let Some(pod) = &self.pod else {
-            return lines;
-        };
-        lines.extend(unknown(pod).map(|name| format!("{name} of the pod is no annotation of firn")));
-        let lost = annotations::named(pod)
-            .filter(|name| annotations::is_known(name) && spec.annotation(name).is_none())
-            .map(|name| {
-                format!(
-                    "{name} of the pod is not passed on: add it to pod_annotations of the runtime handler in \
-                     containerd's configuration"
-                )
-            });
-        lines.extend(lost);
-        lines
+    /// What has no effect.
+    fn lost(&self) -> Vec<String> {
+        let none = Spec::from(Value::Null);
+        let pod = self.pod.as_ref().unwrap_or(&none);
+        let is_of_pod = |name: &str| pod.annotation(name).is_some();
+        let of_container = annotations::named(&self.container)
+            .filter(|name| !annotations::is_known(name) && !is_of_pod(name))
+            .map(|name| format!("{name} is no annotation of firn"));
+        let of_pod = annotations::named(pod).filter_map(|name| {
+            if !annotations::is_known(name) {
+                return Some(format!("{name} of the pod is no annotation of firn"));
+            }
+            if NOT_OF_PODS.contains(&name) {
+                return Some(format!("{name} means nothing for a pod"));
+            }
+            let reaches = self.container.annotation(name).is_some();
+            (!reaches).then(|| {
+                format!("{name} of the pod does not reach it: pod_annotations of the runtime handler lack it")
+            })
+        });
+        of_container.chain(of_pod).collect()
     }
 }
 
@@ -94,9 +117,9 @@ mod tests {
 
     #[test]
     fn annotations_that_got_lost_are_named() {
-        let spec = Spec::from(json!({"annotations": {"firn.dev/ipc": "none"}}));
         let noted = json!({"Version": "v1", "Metadata": {"Config": {"annotations": {
             "firn.dev/ipc": "none", "firn.dev/tcp": "close", "firn.dev/bulc": "store", "other": "x",
+            "firn.dev/gpu-busy": "wait",
         }}}});
         let value = noted.to_string().into_bytes();
         let type_url = String::new();
@@ -108,24 +131,25 @@ mod tests {
             container: Spec::from(json!({"annotations": {"firn.dev/ipc": "none", "firn.dev/x": "y"}})),
             pod: Some(pod(&sandbox)),
         };
-        let lost = given.lost(&spec);
+        let lost = given.lost();
         assert_eq!(
-            lost[..2],
+            lost[..3],
             [
                 "firn.dev/x is no annotation of firn",
-                "firn.dev/bulc of the pod is no annotation of firn"
+                "firn.dev/bulc of the pod is no annotation of firn",
+                "firn.dev/gpu-busy means nothing for a pod",
             ]
         );
         assert!(
-            lost[2].starts_with("firn.dev/tcp of the pod is not passed on: "),
+            lost[3].starts_with("firn.dev/tcp of the pod does not reach it: "),
             "{lost:?}"
         );
-        assert_eq!(lost.len(), 3);
+        assert_eq!(lost.len(), 4);
         // What is noted there is containerd's business, and may change.
         let given = Given {
             pod: Some(pod(&Container::default())),
             ..given
         };
-        assert_eq!(given.lost(&spec).len(), 1);
+        assert_eq!(given.lost().len(), 1);
     }
 }

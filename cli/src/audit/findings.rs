@@ -9,6 +9,7 @@ use firn_preflight::{Assertions, Finding, LostSettings, Node, Outcome, Refusal, 
 use firn_remap::plan::{MapPolicy, PlanRequest, plan};
 use serde::Serialize;
 
+use super::annotations::Wrong;
 use super::subject::Unready;
 use super::{TargetPlan, Verdict};
 use crate::text;
@@ -299,12 +300,19 @@ impl Signals {
     }
 
     /// Annotations that mean nothing. Nothing is refused for them.
-    pub fn of_annotations(&mut self, lines: Vec<String>) {
+    pub fn of_annotations(&mut self, wrong: Wrong) {
+        let Wrong { lines, unasked } = wrong;
         let source = "config.json of the bundle, containerd's container and its pod's";
         let signal = self.add("annotations_without_effect", source, None);
         if !lines.is_empty() {
             signal.certainty = Certainty::Certain;
             signal.detail = text::some_of("", lines);
+        }
+        if let Some(why) = unasked {
+            let before = if signal.detail.is_empty() { "" } else { "; " };
+            signal
+                .detail
+                .push_str(&format!("{before}not looked at in containerd: {why}"));
         }
     }
 

@@ -1,7 +1,8 @@
 //! `firn audit`: whether a workload can be checkpointed here, and restored here or on another node.
 //!
 //! The rules are those of the shim's transaction ([`firn_preflight`]). The audit stops and changes nothing:
-//! it reads files of /proc and of the bundle, and queries the driver which processes use CUDA.
+//! it reads files of /proc and of the bundle, asks `criu` for its version and containerd for annotations, and
+//! queries the driver which processes use CUDA.
 
 mod annotations;
 mod findings;

@@ -1,7 +1,7 @@
 //! Which processes are audited: those of a container, or a process outside of a container with its
 //! descendants.
 //!
-//! Reads the bundles of containerd's shims and /proc, and does not connect to containerd.
+//! Reads the bundles of containerd's shims and /proc.
 
 use std::fs;
 use std::io;

@@ -14,8 +14,8 @@ use firn_host::{ProblemReport, procfs};
 use firn_oci::criu_config::{users_external_unix, users_link_remap, users_scanned, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
-    Assertions, Capacity, CriuLimit, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check,
-    check_node, expect_criu, image_bytes, lost_settings,
+    Assertions, Capacity, Node, OtherVendors, Outcome, STARTS, STARTS_LOOK, Workload, check, check_node,
+    expect_criu, image_bytes, lost_settings,
 };
 use firn_process::cgroup::Cgroup;
 
@@ -25,7 +25,7 @@ use super::subject::Subject;
 use super::{Process, Report};
 use crate::args::AuditArgs;
 use crate::daemon::Daemon;
-use crate::program::{self, criu_limit};
+use crate::program::{self, criu_limits};
 
 pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     let subject = Subject::of(args)?;
@@ -56,7 +56,7 @@ pub(super) fn audit(args: &AuditArgs, config: &Config) -> Result<Report> {
     };
     let path = Daemon::find(&args.subject.containerd.socket.address).path;
     signals.of_criu(&Vec::from_iter(expect_criu(&path).err()));
-    let no_inet = criu_limit(&path) == Some(CriuLimit::Inet);
+    let no_inet = criu_limits(&path, config).no_inet;
     if let Some(nvidia) = &nvidia {
         signals.of_shim(subject.under_another_shim().as_ref());
         signals.of_node(&nvidia.node, subject.spec.as_ref(), config);

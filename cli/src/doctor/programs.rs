@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 
 use firn_config::{Config, INSTALL_CRIU_PLUGIN, find_criu_plugin, find_program, in_path, names};
-use firn_preflight::CriuLimit;
+use firn_preflight::CriuLimits;
 
 use super::{Check, ONE_RELEASE};
 use crate::program::{self, first_line, kernel, last_line, versioned};
@@ -13,7 +13,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     vec![
         runc(&path),
-        criu(&path),
+        criu(&path, config.criu.repaired),
         criu_libs(config.criu.libs_dir.as_deref()),
         criu_plugin(config.criu.libs_dir.as_deref()),
         iptables(&path),
@@ -31,16 +31,13 @@ fn runc(path: &OsStr) -> Check {
     }
 }
 
-fn criu(path: &OsStr) -> Check {
+fn criu(path: &OsStr, repaired: bool) -> Check {
     match versioned("criu", path) {
         Err(found) => Check::fail("criu", found, "`apt install criu`, in the PATH of containerd"),
-        Ok((_, version)) if let Some(limit) = CriuLimit::of(&version, &kernel()) => {
-            let (cannot, remedy) = unfit(limit);
-            Check::warn(
-                "criu",
-                format!("{version}; {cannot} on Linux {}", kernel()),
-                remedy,
-            )
+        Ok((_, version))
+            if let Some((cannot, remedy)) = unfit(CriuLimits::of(&version, &kernel(), repaired)) =>
+        {
+            Check::warn("criu", format!("{version}; {cannot}"), remedy)
         }
         Ok((criu, version)) => match program::run(&criu, &["check"], program::LIMIT) {
             Ok(output) if output.success => Check::ok("criu", version),
@@ -59,16 +56,24 @@ fn criu(path: &OsStr) -> Check {
 }
 
 /// What a CRIU cannot do, and the remedy.
-fn unfit(limit: CriuLimit) -> (&'static str, &'static str) {
-    const NEWER: &str = "install CRIU 4.2 or later; `criu --version` shows it";
-    match limit {
-        CriuLimit::Plugins => ("it loads no plugin of firn, which needs 4.0 or later,", NEWER),
-        CriuLimit::Inet => ("it cannot dump sockets of TCP, UDP, raw IP or packets", NEWER),
-        CriuLimit::Dumps => (
-            "unless its distribution has repaired it (CRIU's issue 3002), it dumps nothing",
-            "try it with a container that may end; if it fails, install a CRIU after 4.2, or boot Linux 7.0",
-        ),
-    }
+fn unfit(limits: CriuLimits) -> Option<(String, &'static str)> {
+    const NEWER: &str = "install CRIU 4.2 or later; `criu --version` shows it. If its distribution repaired \
+                         an older one: `repaired = true` under [criu]";
+    const NEWEST: &str = "install a CRIU after 4.2, or boot Linux 7.0. If its distribution has repaired it: \
+                          `repaired = true` under [criu]";
+    let CriuLimits {
+        no_plugin,
+        no_inet,
+        no_dump,
+    } = limits;
+    let kernel = kernel();
+    let cannot = [
+        no_plugin.then(|| "it loads no plugin of firn (4.0 does)".to_owned()),
+        no_inet.then(|| format!("it cannot dump sockets of TCP, UDP, raw IP or packets on Linux {kernel}")),
+        no_dump.then(|| format!("it dumps nothing on Linux {kernel} (CRIU's issue 3002)")),
+    ];
+    let cannot: Vec<String> = cannot.into_iter().flatten().collect();
+    (!cannot.is_empty()).then(|| (cannot.join("; "), if no_dump { NEWEST } else { NEWER }))
 }
 
 /// firn's own plugin.

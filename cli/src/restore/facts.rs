@@ -85,14 +85,15 @@ impl Facts {
             gpu = found.used.values().copied().fold(0, u64::saturating_add);
             manifest = Some(made);
         }
-        // The job's hook may close its sockets and files, and free memory, too.
-        let (addresses, files, huge_pages) = if JobHook::Prepare.is_named(&own) {
-            (BTreeSet::new(), Vec::new(), HugePages::default())
+        // The job's hook may close its sockets and files, free memory and end processes, too.
+        let (addresses, files, huge_pages, pids) = if JobHook::Prepare.is_named(&own) {
+            (BTreeSet::new(), Vec::new(), HugePages::default(), Pids::default())
         } else {
             (
                 Address::of(&tree),
                 VolumeFile::of_processes(&tree, &container.spec)?,
                 HugePages::of_processes(&tree),
+                Pids::of_processes(&tree),
             )
         };
         // Pages that a forked process shares count once in memory, and for each process in the image.
@@ -107,7 +108,7 @@ impl Facts {
             addresses,
             files,
             huge_pages,
-            pids: Pids::of_processes(&tree),
+            pids,
         })
     }
 }

@@ -116,22 +116,14 @@ impl Plan {
             manifest.as_ref().map(|manifest| manifest.mounts.clone()),
         );
         let plan = Self::make(node, spec, manifest, bundle)?;
-        // Kubernetes gives the copy mounts of its own.
+        // Kubernetes gives the copy mounts and a PID namespace of its own.
         if !node.is_there && given.author().owns_node() {
-            let expected = criu::expect_volumes(&given, &view.dir, bundle, kept.as_deref());
+            let expected = criu::expect_volumes(&given, &view.dir, bundle, kept.as_deref())
+                .and_then(|()| Pids::of_image(&view.dir)?.expect(&given));
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         if !node.is_there {
-            let is_kept = given.author().owns_node();
-            let expected = HugePages::of_image(&view.dir)
-                .and_then(|pages| pages.expect())
-                .and_then(|()| {
-                    if is_kept {
-                        Pids::of_image(&view.dir)?.expect(&given)
-                    } else {
-                        Ok(())
-                    }
-                });
+            let expected = HugePages::of_image(&view.dir).and_then(|pages| pages.expect());
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         Ok(plan)

@@ -134,12 +134,24 @@ pub enum ImageFault {
         free: u64,
     },
     /// Another process has an id that the container's had.
-    #[error("the container has no PID namespace of its own, and process id {id} is taken: {comm} has it")]
+    #[error(
+        "the container has no PID namespace of its own, and process id {id} there is taken by process {pid} \
+         of the node ({comm})"
+    )]
     #[problem(
         "FIRN-PID-TAKEN",
-        "end that process, or restore the container on a node or in a pod where its ids are free"
+        "wait until that process has ended, or restore the container on a node or in a pod where its ids are \
+         free"
     )]
-    PidTaken { id: i32, comm: String },
+    PidTaken { id: i32, pid: i32, comm: String },
+    /// The container had a PID namespace, whose ids begin with 1, and the copy has that of others.
+    #[error("the source had a PID namespace of its own, and the container is to join that of others")]
+    #[problem(
+        "FIRN-PID-TAKEN",
+        "give the container a PID namespace of its own, as its source had (a pod without \
+         shareProcessNamespace and hostPID)"
+    )]
+    PidNamespace,
     /// The spec cannot be read.
     #[error("{reason}")]
     #[problem("FIRN-SPEC-INVALID", "create the container again with a valid spec")]

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::time::Duration;
 
 use firn_host::procfs;
 use firn_oci::Spec;
@@ -9,6 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use super::tasks::PSTREE_MAGIC;
 use super::{Host, Image, ImageFault};
+
+/// How often a process that has an id is looked at again, and how far apart: most are about to end.
+const LOOKS: usize = 5;
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Ids of a container's processes and threads, in its PID namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,42 +39,61 @@ impl Pids {
         Self(pids.iter().flat_map(|pid| inner_ids(*pid)).collect())
     }
 
-    /// Expects that they are free where a container with this spec has its processes.
+    /// Expects that they are free where a container with this spec has its processes. Not seen are ids of
+    /// namespaces below a joined one, and those that only a session or a group of processes has left.
     ///
     /// # Errors
-    /// If another process has one.
+    /// If another process has one, and keeps it for a while.
     pub fn expect(&self, spec: &Spec) -> Result<(), ImageFault> {
-        const OWN: &str = "/proc/self/ns/pid";
         let joined = spec.namespace_path("pid");
         if spec.has_namespace("pid") && joined.is_none() {
             return Ok(());
         }
-        let namespace = Host::this().namespace;
-        let number = namespace(joined.unwrap_or(Path::new(OWN)));
-        let taken = if number == namespace(Path::new(OWN)) {
-            // Those of namespaces below are there, too.
-            let is_there = |id: &&i32| Path::new("/proc").join(id.to_string()).exists();
-            self.others().find(is_there).map(|id| (*id, *id))
-        } else {
-            let is_in = |pid: &i32| {
-                let file = Path::new("/proc").join(pid.to_string()).join("ns/pid");
-                number.is_some() && namespace(&file) == number
+        // The first of a PID namespace of its own, which CRIU makes again.
+        if self.0.contains(&1) {
+            return match joined {
+                Some(_) => Err(ImageFault::PidNamespace),
+                None => Ok(()),
             };
-            let members = procfs::all().into_iter().filter(is_in);
-            let mut ids = members.flat_map(|pid| inner_ids(pid).into_iter().map(move |id| (id, pid)));
-            ids.find(|(id, _)| self.0.contains(id))
-        };
+        }
+        let mut taken = self.taken(joined);
+        for _ in 0..LOOKS {
+            if taken.is_none() {
+                return Ok(());
+            }
+            std::thread::sleep(LOOK);
+            taken = self.taken(joined);
+        }
         taken.map_or(Ok(()), |(id, pid)| {
             let comm = procfs::comm(pid);
-            Err(ImageFault::PidTaken { id, comm })
+            Err(ImageFault::PidTaken { id, pid, comm })
         })
     }
 
-    /// All but that of this process, which will have ended.
-    fn others(&self) -> impl Iterator<Item = &i32> {
-        let own = i32::try_from(std::process::id()).unwrap_or_default();
-        self.0.iter().filter(move |id| **id != own)
+    /// An id that a process has in the namespace that is joined, or in this process's, and that process's id
+    /// here.
+    fn taken(&self, joined: Option<&Path>) -> Option<(i32, i32)> {
+        const OWN: &str = "/proc/self/ns/pid";
+        let namespace = Host::this().namespace;
+        let number = namespace(joined.unwrap_or(Path::new(OWN)))?;
+        if Some(number) == namespace(Path::new(OWN)) {
+            // Those of namespaces below are there, too. This process will have ended.
+            let own = procfs::threads(this()).unwrap_or_default();
+            let is_there = |id: &&i32| !own.contains(id) && Path::new("/proc").join(id.to_string()).exists();
+            return self.0.iter().find(is_there).map(|id| (*id, *id));
+        }
+        let is_in = |pid: &i32| {
+            let file = Path::new("/proc").join(pid.to_string()).join("ns/pid");
+            namespace(&file) == Some(number)
+        };
+        let members = procfs::all().into_iter().filter(is_in);
+        let mut ids = members.flat_map(|pid| inner_ids(pid).into_iter().map(move |id| (id, pid)));
+        ids.find(|(id, _)| self.0.contains(id))
     }
+}
+
+fn this() -> i32 {
+    i32::try_from(std::process::id()).unwrap_or_default()
 }
 
 /// Ids of a process and its threads in its own PID namespace; none if it has ended.
@@ -81,6 +105,9 @@ fn inner_ids(pid: i32) -> Vec<i32> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
     use serde_json::json;
 
     use super::*;
@@ -102,18 +129,46 @@ mod tests {
             let shown = taken.expect(shared).unwrap_err().to_string();
             assert!(shown.contains(&format!("id {parent} ")), "{shown}");
             // This test is not what a restore would meet.
-            let this = i32::try_from(std::process::id()).unwrap();
-            Pids([this].into()).expect(shared).unwrap();
+            Pids([this()].into()).expect(shared).unwrap();
         }
+        // CRIU makes a namespace for what had one, and nothing joins it then.
+        let first = Pids([1, parent].into());
+        first.expect(&hosts).unwrap();
+        assert!(matches!(first.expect(&joined), Err(ImageFault::PidNamespace)));
         // A namespace that is not there is refused by others.
         let gone = spec(json!([{"type": "pid", "path": "/nonexistent"}]));
         taken.expect(&gone).unwrap();
     }
 
+    /// As of a pod: ids are those that its processes have there.
+    #[test]
+    fn ids_in_a_namespace_of_others_are_theirs() {
+        let script = "sh -c 'echo; exec sleep 60' & wait";
+        let child = Command::new("unshare")
+            .args(["--pid", "--fork", "--kill-child", "sh", "-c", script])
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child = child.unwrap();
+        child.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let members = procfs::all();
+        let init = members
+            .into_iter()
+            .find(|of| procfs::stat_field(*of, 1).and_then(|parent| parent.parse().ok()) == Some(pid));
+        let path = format!("/proc/{}/ns/pid", init.unwrap());
+        let joined = spec(json!([{"type": "pid", "path": path}]));
+        let free = Pids([i32::MAX, pid].into()).expect(&joined);
+        let taken = Pids([2].into()).expect(&joined);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        free.unwrap();
+        let is_taken = matches!(taken, Err(ImageFault::PidTaken { id: 2, .. }));
+        assert!(is_taken, "{taken:?}");
+    }
+
     #[test]
     fn threads_have_ids_too() {
-        let this = i32::try_from(std::process::id()).unwrap();
-        let found = Pids::of_processes(&[this, i32::MAX]).0;
+        let found = Pids::of_processes(&[this(), i32::MAX]).0;
         let inner = procfs::inner_pid("/proc/self").unwrap();
         assert!(found.contains(&inner) && found.len() > 1, "{found:?}");
     }

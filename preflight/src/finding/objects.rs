@@ -98,7 +98,10 @@ impl Object {
 
     pub(crate) fn remedy(self) -> &'static str {
         match self {
-            Self::Inet => "install CRIU 4.2 or later on this node (`criu --version` shows what it has)",
+            Self::Inet => {
+                "install CRIU 4.2 or later on this node (`criu --version` shows what it has). If its \
+                 distribution has repaired the older one: `repaired = true` under [criu]"
+            }
             Self::Mptcp => {
                 "turn it off in the program: GODEBUG=multipathtcp=0 for Go; or start the program \
                             again with net.mptcp.enabled=0"

@@ -273,7 +273,7 @@ fn scripts(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds what these packages ship, with their own features, and returns the directory of the programs.
+/// Builds what these packages ship, without the features of tests, and returns the directory of the programs.
 fn build(workspace: &Path, packages: &[&str], target: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut cargo = cargo();
     cargo

@@ -123,7 +123,7 @@ fn one_shim(cri: Cri<'_>) -> Result<String> {
         .firn_shows(&["audit", "--namespace", "k8s.io", &one.id])?;
     let audit = audit.to_string();
     for (name, is_lost) in [("firn.dev/tcp", true), ("firn.dev/ipc", !ours)] {
-        let named = audit.contains(&format!("{name} of the pod is not passed on"));
+        let named = audit.contains(&format!("{name} of the pod does not reach it"));
         ensure!(named == is_lost, "{name}: {audit}");
     }
     let seen = format!(

@@ -376,21 +376,24 @@ pub fn ids_of_processes_are_free_on_the_other_node(platform: Platform) -> Result
     on(pair(platform, "tm-pid")?, |[a, b]| {
         a.node().run(&["sh", "-c", FAR])?;
         let job = Container::beat(a, "job", &NODES, "")?;
-        let pid = a.node().read(format!("{BUNDLES}/default/job/init.pid"))?;
+        let pid = a.node().read(format!("{BUNDLES}/job/init.pid"))?;
         ensure!(pid.parse::<u32>()? > 20_000, "{pid}");
+        // The ids after it are left to the job's children.
         let take = format!(
-            "until sleep 1000 >/dev/null 2>&1 & [ $! -eq {pid} ]; do
+            "for _ in $(seq 100); do
+                 sleep 1000 >/dev/null 2>&1 &
+                 [ $! -eq {pid} ] && break
                  kill $!; echo $(({pid} - 1)) >/proc/sys/kernel/ns_last_pid
-             done"
+             done
+             echo 1000 >/proc/sys/kernel/ns_last_pid; [ -e /proc/{pid} ]"
         );
-        let part =
-            format!("FIRN-PID-TAKEN: the container has no PID namespace of its own, and process id {pid}");
+        let part = format!("process id {pid} there is taken by process {pid} of the node (sleep)");
         let lack = Lack {
             what: "an id of a process",
             part: &part,
             options: &[],
             take: &take,
-            bring: &format!("kill {pid}; while [ -e /proc/{pid} ]; do sleep 0.1; done"),
+            bring: &format!("kill {pid}; timeout 60 sh -c 'while [ -e /proc/{pid} ]; do sleep 0.1; done'"),
         };
         join(a, b, || {
             refused_without(a, b, &[&lack])?;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use firn_lab::{Container, GpuHost, SimGpu, cases, matrix, on};
-use firn_node::Platform;
+use firn_node::{Platform, wait_for};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -115,20 +115,16 @@ fn annotations_without_effect_are_named(platform: Platform) -> Result<()> {
         ];
         let options = options.map(|annotation| ["--annotation", annotation]).concat();
         let job = Container::count_with(host, "job", &["0"], 1, &options, &[])?;
-        let (log, audit) = (
-            host.log_since(length)?,
-            host.node().run(&["firn", "audit", "job"])?,
-        );
+        let wrong = "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto";
+        let log = wait_for("the last warning", LIMIT, || {
+            let log = host.log_since(length)?;
+            Ok(log.contains("annotation firn.dev/tcp is").then_some(log))
+        })?;
+        let audit = host.node().run(&["firn", "audit", "job"])?;
         for (named, name) in [
-            (
-                &log,
-                "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto",
-            ),
+            (&log, wrong),
             (&log, "firn.dev/pausd"),
-            (
-                &audit.stdout,
-                "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto",
-            ),
+            (&audit.stdout, wrong),
             (&audit.stdout, "firn.dev/pausd is no annotation of firn"),
         ] {
             let is_shown = named.contains(name) || named.contains(&name.replace('"', "\\\""));

@@ -8,7 +8,7 @@ use firn_host::procfs;
 use firn_image::manifest::{DriverVersion, Versions};
 use firn_oci::criu_config::CriuConfig;
 use firn_oci::{Spec, job_hook, mounts};
-use firn_preflight::{Assertions, Capacity, CriuLimit, Workload, check_node, expect_criu};
+use firn_preflight::{Assertions, Capacity, CriuLimits, Workload, check_node, expect_criu};
 use firn_process::blocking::blocking;
 use serde::de::DeserializeOwned;
 
@@ -147,6 +147,7 @@ impl ContainerEffects<'_> {
     ) -> Result<(), EffectError> {
         self.refuse_stopped(all).await?;
         let versions = &self.source().versions;
+        let repaired = self.transaction.config.criu.repaired;
         let workload = Workload {
             init: self.transaction.container.init.pid(),
             pids: all.to_vec(),
@@ -159,7 +160,7 @@ impl ContainerEffects<'_> {
             refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
             seccomp_agent: self.source().seccomp_agent,
-            no_inet: CriuLimit::of(&versions.criu, &versions.kernel) == Some(CriuLimit::Inet),
+            no_inet: CriuLimits::of(&versions.criu, &versions.kernel, repaired).no_inet,
             scanned: self.progress.watched.clone(),
             ..Workload::default()
         };
