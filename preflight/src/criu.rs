@@ -29,7 +29,7 @@ pub struct CriuLimits {
 
 impl CriuLimits {
     /// By the last word of a line that `criu --version` prints, and the release of this kernel. Of a version
-    /// that is no number none is known. `repaired`: it has what its version lacks.
+    /// that is no number none is known. `repaired`: it does on this kernel what its version does not.
     pub fn of(version: &str, kernel: &str, repaired: bool) -> Self {
         Self::with(version, kernel, repaired, keeps_credentials_to_unix())
     }

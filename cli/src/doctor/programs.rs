@@ -56,11 +56,8 @@ fn criu(path: &OsStr, repaired: bool) -> Check {
 }
 
 /// What a CRIU cannot do, and the remedy.
-fn unfit(limits: CriuLimits) -> Option<(String, &'static str)> {
-    const NEWER: &str = "install CRIU 4.2 or later; `criu --version` shows it. If its distribution repaired \
-                         an older one: `repaired = true` under [criu]";
-    const NEWEST: &str = "install a CRIU after 4.2, or boot Linux 7.0. If its distribution has repaired it: \
-                          `repaired = true` under [criu]";
+fn unfit(limits: CriuLimits) -> Option<(String, String)> {
+    const REPAIRED: &str = ". If its distribution has repaired it: `repaired = true` under [criu]";
     let CriuLimits {
         no_plugin,
         no_inet,
@@ -73,7 +70,16 @@ fn unfit(limits: CriuLimits) -> Option<(String, &'static str)> {
         no_dump.then(|| format!("it dumps nothing on Linux {kernel} (CRIU's issue 3002)")),
     ];
     let cannot: Vec<String> = cannot.into_iter().flatten().collect();
-    (!cannot.is_empty()).then(|| (cannot.join("; "), if no_dump { NEWEST } else { NEWER }))
+    if cannot.is_empty() {
+        return None;
+    }
+    let newer = if no_dump {
+        "install a CRIU after 4.2, or boot Linux 7.0"
+    } else {
+        "install CRIU 4.2 or later; `criu --version` shows it"
+    };
+    let repaired = if no_inet || no_dump { REPAIRED } else { "" };
+    Some((cannot.join("; "), format!("{newer}{repaired}")))
 }
 
 /// firn's own plugin.

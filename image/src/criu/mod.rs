@@ -135,17 +135,17 @@ pub enum ImageFault {
     },
     /// Another process has an id that the container's had.
     #[error(
-        "the container has no PID namespace of its own, and process id {id} there is taken by process {pid} \
-         of the node ({comm})"
+        "the container has no PID namespace of its own, and its process id {id} is taken by process {pid} of \
+         the node ({comm})"
     )]
     #[problem(
         "FIRN-PID-TAKEN",
-        "wait until that process has ended, or restore the container on a node or in a pod where its ids are \
-         free"
+        "restore the container on a node or in a pod where its ids are free, or wait until that process has \
+         ended"
     )]
     PidTaken { id: i32, pid: i32, comm: String },
     /// The container had a PID namespace, whose ids begin with 1, and the copy has that of others.
-    #[error("the source had a PID namespace of its own, and the container is to join that of others")]
+    #[error("the source had a PID namespace of its own, and this container joins another one")]
     #[problem(
         "FIRN-PID-TAKEN",
         "give the container a PID namespace of its own, as its source had (a pod without \

@@ -77,7 +77,7 @@ impl Pids {
         let namespace = Host::this().namespace;
         let number = namespace(joined.unwrap_or(Path::new(OWN)))?;
         if Some(number) == namespace(Path::new(OWN)) {
-            // Those of namespaces below are there, too. This process will have ended.
+            // Those of namespaces below are there, too. The hook that looks before CRIU will have ended.
             let own = procfs::threads(this()).unwrap_or_default();
             let is_there = |id: &&i32| !own.contains(id) && Path::new("/proc").join(id.to_string()).exists();
             return self.0.iter().find(is_there).map(|id| (*id, *id));

@@ -24,15 +24,12 @@ pub struct Client<'h> {
     pub runtime: &'static str,
 }
 
-/// A counter on a GPU.
-const COUNT: [&str; 7] = [
-    "/bin/gpu-counter",
-    "--out",
-    LOG,
-    "--interval-ms",
-    "50",
-    "--mib",
-    "8",
+/// A counter on a GPU, next to numbers on its standard output.
+pub const COUNT: [&str; 3] = [
+    "sh",
+    "-c",
+    "i=0; while :; do i=$((i + 1)); echo $i; sleep 0.05; done & \
+     exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8",
 ];
 
 /// What `inspect` shows of a container that was killed, or has ended with its checkpoint.
@@ -133,6 +130,37 @@ impl Client<'_> {
         self.goes_on(3)
     }
 
+    fn written(&self) -> Result<Vec<u64>> {
+        numbers(self.does(&["logs", "job"])?.lines())
+    }
+
+    /// Waits until `logs` has more numbers of [`COUNT`], each once and in order. Gives them.
+    pub fn writes_on(&self) -> Result<Vec<u64>> {
+        let before = self.written()?.len();
+        wait_for("more lines of its output", LIMIT, || {
+            let written = self.written()?;
+            let is_next = written.windows(2).all(|pair| pair[1] == pair[0] + 1);
+            ensure!(is_next, "{written:?}");
+            Ok((written.len() > before + 3).then_some(written))
+        })
+    }
+
+    /// Waits until `logs` has numbers of a copy, which follow on what the source had written at its
+    /// checkpoint: more than `behind`, and less than at its end.
+    pub fn writes_again(&self, behind: u64) -> Result<()> {
+        wait_for("lines of the copy's output", LIMIT, || {
+            let written = self.written()?;
+            let runs: Vec<&[u64]> = written.chunk_by(|one, next| *next == one + 1).collect();
+            let [source, copy] = runs[..] else {
+                ensure!(runs.len() < 2, "{written:?}");
+                return Ok(None);
+            };
+            let is_in_order = copy[0] > behind && source.last() >= copy.first();
+            ensure!(source[0] == 1 && is_in_order, "behind {behind}: {written:?}");
+            Ok((copy.len() > 3).then_some(()))
+        })
+    }
+
     /// What `inspect` shows of the container's state.
     pub fn state(&self) -> Result<String> {
         self.does(&[
@@ -176,11 +204,14 @@ impl Client<'_> {
         let id = self.counts(options)?;
         self.checkpoints("first")?;
         claims.works("`checkpoint create --leave-running`")?;
+        let written = self.writes_on()?;
+        let behind = written[written.len() - 1];
         self.does(&["checkpoint", "create", "job", "last"])?;
         let created = match self.runtime {
             STOCK => Outcome::Works,
             _ => {
                 self.goes_on(3)?;
+                self.writes_on()?;
                 self.does(&["kill", "job"])?;
                 Outcome::Limited(GOES_ON)
             }
@@ -189,6 +220,14 @@ impl Client<'_> {
         claims.saw("`checkpoint create`", created)?;
         self.does(&["start", "--checkpoint", "last", "job"])?;
         self.came_back()?;
+        match self.runtime {
+            // A client may lose what is written while the container ends.
+            STOCK => {
+                let written = self.written()?;
+                ensure!(written.windows(2).all(|pair| pair[1] > pair[0]), "{written:?}");
+            }
+            _ => self.writes_again(behind)?,
+        }
         claims.works(START)?;
         self.clears(&id, &["first", "last"])
     }
@@ -282,6 +321,12 @@ impl Client<'_> {
         crate::nothing_left(self.host, id)?;
         Ok(seen)
     }
+}
+
+/// The numbers in lines.
+pub fn numbers<'l>(lines: impl Iterator<Item = &'l str>) -> Result<Vec<u64>> {
+    let number = |line: &str| line.parse().with_context(|| format!("{line:?} is no number"));
+    lines.map(number).collect()
 }
 
 /// What follows on a day, after `job` was started.

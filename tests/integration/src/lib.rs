@@ -32,7 +32,7 @@ pub use archive::Archive;
 pub use build::{Built, PROGRAMS, Profile};
 pub use census::{Census, ShimUse};
 pub use claims::{Claims, Outcome, saw_object};
-pub use client::{Client, DAY, START};
+pub use client::{COUNT, Client, DAY, START, numbers};
 pub use container::{BUNDLES, Container, Move, nothing_left, nothing_left_but_metadata};
 pub use counter::{Line, Lines};
 pub use events::{Event, Events};

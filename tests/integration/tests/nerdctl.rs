@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use firn_lab::{
-    Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
+    COUNT, Claims, Client, DAY, FIRN, GpuHost, IMAGE, STOCK, SimGpu, Skip, cases, matrix, nothing_left, on,
 };
 use firn_node::{GoOptions, Platform, go_build_of, go_lacks, wait_for};
 use serde_json::Value;
@@ -105,16 +105,12 @@ fn the_examples_work(platform: Platform) -> Result<()> {
     })
 }
 
-/// A counter that writes to its standard output, too.
-const TICKS: &str = "while :; do echo tick; sleep 0.1; done & \
-                     exec /bin/gpu-counter --out /counter.log --interval-ms 50 --mib 8";
-
 /// The container writes on, where nerdctl looks for it.
 fn logs_grow(client: &Client<'_>) -> Result<()> {
-    let ticks = || Ok::<_, anyhow::Error>(client.does(&["logs", "job"])?.lines().count());
-    let before = ticks()?;
+    let written = || Ok::<_, anyhow::Error>(client.does(&["logs", "job"])?.lines().count());
+    let before = written()?;
     wait_for("more lines in nerdctl's log", LIMIT, || {
-        Ok((ticks()? > before + 3).then_some(()))
+        Ok((written()? > before + 3).then_some(()))
     })
 }
 
@@ -131,8 +127,8 @@ fn ticks(client: &Client<'_>, verb: &[&str], gpu: usize) -> Result<String> {
         "--name",
         "job",
     ];
-    let command = ["--device", &device, IMAGE, "sh", "-c", TICKS];
-    client.does(&[verb, &options, &command].concat())
+    let command = ["--device", &device, IMAGE];
+    client.does(&[verb, &options, &command, &COUNT].concat())
 }
 
 /// `job` continues from its checkpoint, on this GPU.
@@ -154,13 +150,16 @@ fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
         let done = node.firn(&["checkpoint", "job", "checkpoint/job"])?;
         ensure!(done["container"] == *id, "{done}");
         client.goes_on(3)?;
+        let written = client.writes_on()?;
         node.firn(&["checkpoint", &id[..12], "/srv/job"])?;
+        client.writes_on()?;
         let status = node.firn(&["ps", "job"])?;
         ensure!(status["containers"][0]["container"] == *id, "{status}");
         client.kills()?;
         // Into the container that nerdctl still has.
         node.firn(&["restore", "/srv/job", "--into", "job", "--gpus", "1"])?;
         came_back(&client, 1)?;
+        client.writes_again(written[written.len() - 1])?;
         client.does(&["rm", "-f", "job"])?;
         // Into another one.
         let refused = node
@@ -173,6 +172,8 @@ fn firns_commands_take_its_containers(platform: Platform) -> Result<()> {
         let other = ticks(&client, &["create"], 1)?;
         node.firn(&["restore", "checkpoint/job", "--into", "job"])?;
         came_back(&client, 1)?;
+        let written = client.writes_on()?;
+        ensure!(written[0] > 1, "it began again: {written:?}");
         let state = client.state()?;
         ensure!(state == "running 0", "{state}");
         client.does(&["rm", "-f", "job"])?;

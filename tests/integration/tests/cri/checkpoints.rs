@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use firn_lab::{LOG, Lines, Outcome, SimGpu, failure};
+use firn_lab::{LOG, Lines, Outcome, SimGpu, failure, numbers};
 use firn_node::{Suite, wait_for};
 use serde_json::json;
 
@@ -50,6 +50,13 @@ pub const POINTS: &[Point] = &[
     )
     .on(Suite::has_cri_checkpoint),
     Point::new(
+        "checkpoint: ids of processes in a pod's PID namespace",
+        "refused: FIRN-PID-TAKEN, then it continues",
+        shared_ids,
+    )
+    .firn_only()
+    .on(Suite::has_cri_checkpoint),
+    Point::new(
         "checkpoint: no container from one where the operator has not allowed it",
         "FIRN-RESTORE-CRI",
         off,
@@ -67,7 +74,7 @@ pub const POINTS: &[Point] = &[
 pub const ARCHIVE: &str = "/tmp/checkpoint.tar";
 const BLOBS: &str = "/var/lib/containerd/io.containerd.content.v1.content/blobs/sha256";
 const LIMIT: Duration = Duration::from_secs(60);
-const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/count; sleep 0.05; done";
+const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i >>/count; echo $i; sleep 0.05; done";
 
 /// Calls CheckpointContainer as the kubelet does.
 pub fn checkpoint(container: &Ctr<'_>) -> Result<()> {
@@ -155,6 +162,15 @@ fn pull(cri: Cri<'_>) -> Result<()> {
     })
 }
 
+/// The numbers in the log of container `c`, each once and in order, as soon as this one is there.
+fn written(pod: &Pod<'_>, number: u64) -> Result<Vec<u64>> {
+    let log = pod.logs("c", &format!("stdout F {number}\n"))?;
+    let written = numbers(log.lines().map(|line| line.trim_start_matches("stdout F ")))?;
+    let is_next = written.windows(2).all(|pair| pair[1] == pair[0] + 1);
+    ensure!(is_next, "{written:?}");
+    Ok(written)
+}
+
 fn plain(cri: Cri<'_>) -> Result<String> {
     pull(cri)?;
     let pod = cri.pod("pod")?;
@@ -162,12 +178,18 @@ fn plain(cri: Cri<'_>) -> Result<String> {
     let before = beyond(&container, 3)?;
     checkpoint(&container)?;
     let seen = names(cri)?;
-    beyond(&container, before + 2).context("after the checkpoint")?;
+    let reached = beyond(&container, before + 2).context("after the checkpoint")?;
     let state = container.state()?;
+    let of_source = written(&pod, reached)?;
+    let last = of_source[of_source.len() - 1];
+    ensure!(of_source[0] == 1, "{of_source:?}");
     pod.remove(&[&container])?;
     let other = cri.pod("other")?;
     let copy = restore(&other, &json!({ "image": { "image": ARCHIVE } }))?;
-    beyond(&copy, before + 2).context("after the restore")?;
+    let reached = beyond(&copy, last).context("after the restore")?;
+    // What the source had written is in its own log.
+    let first = written(&other, reached)?[0];
+    ensure!(first >= before && first <= last, "{first} of {before} to {last}");
     let shims = other.shims().len();
     let exec = copy.exec("echo here")?;
     copy.stop(1)?;
@@ -177,6 +199,56 @@ fn plain(cri: Cri<'_>) -> Result<String> {
     Ok(format!(
         "{state}\n{seen}\ncontinues in another pod, {shims} shim, {exec}, ended {how}"
     ))
+}
+
+/// The containers of a pod may share its PID namespace, where a copy has the ids that it had.
+fn shared_ids(cri: Cri<'_>) -> Result<String> {
+    let shared = json!({ "pid": "POD" });
+    pull(cri)?;
+    let node = cri.host.node();
+    let id_of = |container: &Ctr<'_>| {
+        let pid = node.read(format!("{BUNDLES}/{}/init.pid", container.id))?;
+        let status = node.run(&["cat", &format!("/proc/{pid}/status")])?.stdout;
+        let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        let id = ids.and_then(|ids| ids.split_whitespace().last());
+        Ok::<_, anyhow::Error>(id.context("no id")?.to_owned())
+    };
+    let inside = |pod: &Pod<'_>, script: &str| {
+        let pause = node.read(format!("{BUNDLES}/{}/init.pid", pod.id))?;
+        node.run(&["nsenter", "--target", &pause, "--pid", "sh", "-c", script])
+    };
+    let pod = cri.pod_with("pod", &shared)?;
+    // Far from those of what makes a pod's containers.
+    inside(&pod, "echo 20000 >/proc/sys/kernel/ns_last_pid")?;
+    let container = pod.start("c", COUNT)?;
+    let id = id_of(&container)?;
+    ensure!(id.parse::<u32>()? > 20_000, "{id}");
+    beyond(&container, 3)?;
+    checkpoint(&container)?;
+    let reached = beyond(&container, 0)?;
+    pod.remove(&[&container])?;
+    let other = cri.pod_with("other", &shared)?;
+    let take = format!(
+        "for _ in $(seq 100); do
+             echo $(({id} - 1)) >/proc/sys/kernel/ns_last_pid
+             sleep 1000 >/dev/null 2>&1 &
+             [ $! -eq {id} ] && exit
+             kill $!
+         done
+         exit 1"
+    );
+    inside(&other, &take)?;
+    let archive = json!({ "image": { "image": ARCHIVE } });
+    let refused = failure(restore(&other, &archive).map(drop))?;
+    other.remove(&[])?;
+    let other = cri.pod_with("third", &shared)?;
+    let copy = restore(&other, &archive)?;
+    beyond(&copy, reached)?;
+    ensure!(id_of(&copy)? == id, "it has another id");
+    other.remove(&[&copy])?;
+    std::fs::remove_file(node.path(ARCHIVE))?;
+    ensure!(refused.contains("FIRN-PID-TAKEN"), "{refused}");
+    Ok("refused: FIRN-PID-TAKEN, then it continues".to_owned())
 }
 
 /// Whoever may make a pod could restore an image of theirs.

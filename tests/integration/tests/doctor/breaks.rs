@@ -200,7 +200,11 @@ const BREAKS: &[Break] = &[
         back!("/usr/sbin/criu"),
     ),
     by(
-        warn("criu", "firn's plugin needs 4.0", "CRIU 4.2 or later"),
+        warn(
+            "criu",
+            "it loads no plugin of firn (4.0 does)",
+            "CRIU 4.2 or later",
+        ),
         other_release!("/usr/local/sbin/criu", "Version: 3.19"),
         back!("/usr/local/sbin/criu"),
     ),

@@ -387,7 +387,7 @@ pub fn ids_of_processes_are_free_on_the_other_node(platform: Platform) -> Result
              done
              echo 1000 >/proc/sys/kernel/ns_last_pid; [ -e /proc/{pid} ]"
         );
-        let part = format!("process id {pid} there is taken by process {pid} of the node (sleep)");
+        let part = format!("process id {pid} is taken by process {pid} of the node (sleep)");
         let lack = Lack {
             what: "an id of a process",
             part: &part,
