@@ -27,7 +27,7 @@ pub(crate) fn check(bundle: &Path, image: &Path) -> Result<()> {
     let fits = criu::check(&spec, image, &host)
         .and_then(|()| criu::expect_volumes(&spec, image, bundle, None))
         .and_then(|()| HugePages::of_image(image)?.expect())
-        .and_then(|()| Pids::of_image(image)?.expect(&spec));
+        .and_then(|()| Pids::of_image(&spec, image)?.expect(&spec));
     crate::answer(json!(fits.err()))
 }
 

@@ -36,24 +36,25 @@ pub fn of(subject: &Subject, socket: &Path) -> Wrong {
     let Some(spec) = &subject.spec else {
         return Wrong::default();
     };
-    let lines = annotations::with_unknown_values(spec);
-    let Some((namespace, id)) = subject.called() else {
-        return Wrong { lines, unasked: None };
+    let mut wrong = Wrong {
+        lines: annotations::with_unknown_values(spec),
+        unasked: None,
     };
-    let asked = block_on(async { timeout(LIMIT, given(socket, namespace, id)).await });
-    let unasked = match asked {
-        Ok(Ok(Ok(given))) => {
-            let lines = [lines, given.lost()].concat();
-            return Wrong { lines, unasked: None };
+    if let Some((namespace, id)) = subject.called() {
+        match asked(socket, namespace, id) {
+            Ok(given) => wrong.lines.extend(given.lost()),
+            Err(why) => wrong.unasked = Some(why),
         }
-        Ok(Ok(Err(error))) => Chain(&error).to_string(),
-        Ok(Err(_)) => format!("containerd has not answered within {} s", LIMIT.as_secs()),
-        Err(error) => error.to_string(),
-    };
-    Wrong {
-        lines,
-        unasked: Some(unasked),
     }
+    wrong
+}
+
+/// What containerd answers, or why it does not.
+fn asked(socket: &Path, namespace: &str, id: &str) -> Result<Given, String> {
+    block_on(async { timeout(LIMIT, given(socket, namespace, id)).await })
+        .map_err(|error| error.to_string())?
+        .map_err(|_| format!("containerd has not answered within {} s", LIMIT.as_secs()))?
+        .map_err(|error| Chain(&error).to_string())
 }
 
 /// What clients of containerd have given.

@@ -93,7 +93,7 @@ impl Facts {
                 Address::of(&tree),
                 VolumeFile::of_processes(&tree, &container.spec)?,
                 HugePages::of_processes(&tree),
-                Pids::of_processes(&tree),
+                Pids::of_processes(&container.spec, &tree),
             )
         };
         // Pages that a forked process shares count once in memory, and for each process in the image.

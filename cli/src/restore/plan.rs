@@ -119,7 +119,7 @@ impl Plan {
         // Kubernetes gives the copy mounts and a PID namespace of its own.
         if !node.is_there && given.author().owns_node() {
             let expected = criu::expect_volumes(&given, &view.dir, bundle, kept.as_deref())
-                .and_then(|()| Pids::of_image(&view.dir)?.expect(&given));
+                .and_then(|()| Pids::of_image(&given, &view.dir)?.expect(&given));
             expected.map_err(|error| RestoreError::Plan(error.into()))?;
         }
         if !node.is_there {

@@ -10,11 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::files::{MAGIC as OPEN_FILES_MAGIC, NAME as OPEN_FILES};
 use super::shared_memory::{FILES, FILES_MAGIC};
-use super::tasks::PSTREE_MAGIC;
+use super::tasks::{PSTREE, PSTREE_MAGIC};
 use super::{Image, ImageFault, MAX_BYTES, memory};
-
-/// The list of the processes.
-const TREE: &str = "pstree.img";
 
 /// The pools of this node.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
@@ -74,7 +71,7 @@ impl HugePages {
     pub fn of_image(dir: &Path) -> Result<Self, ImageFault> {
         let (image, mut sum, mut left) = (Image::open(dir)?, Sum::default(), MOST_BYTES);
         // Files of an earlier dump may be there, too.
-        let pids = image.read(TREE, PSTREE_MAGIC, |process| process.required(1))?;
+        let pids = image.read(PSTREE, PSTREE_MAGIC, |process| process.required(1))?;
         for pid in pids.into_iter().flatten().collect::<BTreeSet<u32>>() {
             let list = memory::huge(dir, i32::try_from(pid).unwrap_or_default(), left)?;
             left = left.saturating_sub(list.length);

@@ -8,7 +8,7 @@ use firn_host::procfs;
 use firn_oci::Spec;
 use serde::{Deserialize, Serialize};
 
-use super::tasks::PSTREE_MAGIC;
+use super::tasks::{PSTREE, PSTREE_MAGIC};
 use super::{Host, Image, ImageFault};
 
 /// How often a process that has an id is looked at again, and how far apart: most are about to end.
@@ -20,12 +20,15 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Pids(BTreeSet<i32>);
 
 impl Pids {
-    /// Those of an image.
+    /// Those of an image, which a container with this spec needs; none if it has a namespace of its own.
     ///
     /// # Errors
     /// If the list of processes is not as CRIU writes it.
-    pub fn of_image(dir: &Path) -> Result<Self, ImageFault> {
-        let ids = Image::open(dir)?.read("pstree.img", PSTREE_MAGIC, |process| {
+    pub fn of_image(spec: &Spec, dir: &Path) -> Result<Self, ImageFault> {
+        if has_own_namespace(spec) {
+            return Ok(Self::default());
+        }
+        let ids = Image::open(dir)?.read(PSTREE, PSTREE_MAGIC, |process| {
             let mut ids = process.numbers(5)?;
             ids.push(process.required(1)?);
             Ok(ids)
@@ -34,8 +37,12 @@ impl Pids {
         Ok(Self(ids.filter_map(|id| i32::try_from(id).ok()).collect()))
     }
 
-    /// Those of running processes, which have these ids here.
-    pub fn of_processes(pids: &[i32]) -> Self {
+    /// Those of running processes, which have these ids here, of a container with this spec; none if it has a
+    /// namespace of its own.
+    pub fn of_processes(spec: &Spec, pids: &[i32]) -> Self {
+        if has_own_namespace(spec) {
+            return Self::default();
+        }
         Self(pids.iter().flat_map(|pid| inner_ids(*pid)).collect())
     }
 
@@ -45,10 +52,10 @@ impl Pids {
     /// # Errors
     /// If another process has one, and keeps it for a while.
     pub fn expect(&self, spec: &Spec) -> Result<(), ImageFault> {
-        let joined = spec.namespace_path("pid");
-        if spec.has_namespace("pid") && joined.is_none() {
+        if self.0.is_empty() || has_own_namespace(spec) {
             return Ok(());
         }
+        let joined = spec.namespace_path("pid");
         // The first of a PID namespace of its own, which CRIU makes again.
         if self.0.contains(&1) {
             return match joined {
@@ -90,6 +97,10 @@ impl Pids {
         let mut ids = members.flat_map(|pid| inner_ids(pid).into_iter().map(move |id| (id, pid)));
         ids.find(|(id, _)| self.0.contains(id))
     }
+}
+
+fn has_own_namespace(spec: &Spec) -> bool {
+    spec.has_namespace("pid") && spec.namespace_path("pid").is_none()
 }
 
 fn this() -> i32 {
@@ -168,8 +179,10 @@ mod tests {
 
     #[test]
     fn threads_have_ids_too() {
-        let found = Pids::of_processes(&[this(), i32::MAX]).0;
+        let found = Pids::of_processes(&spec(json!([])), &[this(), i32::MAX]).0;
         let inner = procfs::inner_pid("/proc/self").unwrap();
         assert!(found.contains(&inner) && found.len() > 1, "{found:?}");
+        let own = spec(json!([{"type": "pid"}]));
+        assert_eq!(Pids::of_processes(&own, &[this()]), Pids::default());
     }
 }

@@ -2,10 +2,8 @@
 
 use std::path::Path;
 
-use super::tasks::{CORE_MAGIC, PSTREE_MAGIC};
+use super::tasks::{CORE_MAGIC, PSTREE, PSTREE_MAGIC};
 use super::{Image, ImageFault, missing, shown};
-
-const NAME: &str = "pstree.img";
 
 /// Most processes that are read.
 const MOST: usize = 65_536;
@@ -26,16 +24,16 @@ pub struct Process {
 /// All processes, in the order in which the image has them: parents come first.
 pub fn processes(image: &Path) -> Result<Vec<Process>, ImageFault> {
     let image = Image::open(image)?;
-    let tree = image.read(NAME, PSTREE_MAGIC, |message| {
+    let tree = image.read(PSTREE, PSTREE_MAGIC, |message| {
         Ok((
             message.required(1)?,
             message.required(2)?,
             message.numbers(5)?.len(),
         ))
     })?;
-    let tree = tree.ok_or_else(|| missing(NAME))?;
+    let tree = tree.ok_or_else(|| missing(PSTREE))?;
     if tree.len() > MOST {
-        return Err(ImageFault::malformed(NAME, "it has too many processes"));
+        return Err(ImageFault::malformed(PSTREE, "it has too many processes"));
     }
     let process = |(pid, parent, threads)| {
         let name = format!("core-{pid}.img");

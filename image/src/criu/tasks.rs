@@ -6,6 +6,8 @@ use super::{Host, Image, ImageFault, missing};
 use firn_oci::Spec;
 use firn_oci::spec::capability;
 
+/// The list of the processes.
+pub(super) const PSTREE: &str = "pstree.img";
 pub(super) const PSTREE_MAGIC: u32 = 0x5027_3030;
 pub(super) const CORE_MAGIC: u32 = 0x5505_3847;
 
@@ -54,13 +56,12 @@ pub(super) struct Creds {
 
 /// All tasks, init first, none of which exceeds the spec.
 pub(super) fn check(spec: &Spec, image: &Image, host: &Host) -> Result<Vec<Task>, ImageFault> {
-    const NAME: &str = "pstree.img";
-    let tree = image.read(NAME, PSTREE_MAGIC, |message| {
+    let tree = image.read(PSTREE, PSTREE_MAGIC, |message| {
         Ok((message.required(1)?, message.numbers(5)?))
     })?;
     let tree = tree
         .filter(|tree| !tree.is_empty())
-        .ok_or_else(|| missing(NAME))?;
+        .ok_or_else(|| missing(PSTREE))?;
     let filters = Filters::read(image)?;
     let allowed = Allowed::by(spec, host)?;
     let mut tasks = Vec::with_capacity(tree.len());

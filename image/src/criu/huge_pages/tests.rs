@@ -37,7 +37,7 @@ fn an_image_needs_what_its_mappings_have_and_shared_memory_once() {
     let open = [open(11, 1), open(12, 1), open(13, 2), open(14, 3)];
     write_file(&dir.path().join(OPEN_FILES), OPEN_FILES_MAGIC, &open);
     let process = |pid: u64| Out::new().number(1, pid).number(2, 0).number(5, pid);
-    let tree = dir.path().join(TREE);
+    let tree = dir.path().join(PSTREE);
     write_file(&tree, PSTREE_MAGIC, &[1, 2, 3, 1].map(process));
     // Of an earlier dump.
     write_vmas(dir.path(), 9, &[huge_vma(at(2, 1 << 40))]);

@@ -79,6 +79,5 @@ fn read(shown: &str) -> Result<BTreeMap<String, Vec<u64>>> {
 /// The numbers of a log.
 pub(super) fn numbers(log: &str) -> Result<Vec<u64>> {
     let whole = &log[..log.rfind('\n').map_or(0, |end| end + 1)];
-    let number = |line: &str| line.parse().with_context(|| format!("{line:?} is no number"));
-    whole.lines().map(number).collect()
+    firn_lab::numbers(whole.lines())
 }
