@@ -6,8 +6,10 @@
 
 use anyhow::Result;
 
-use super::outcome::{Outcome, Output, Verdict};
-use super::{StageResult, cargo};
+use super::StageResult;
+use super::outcome::{Outcome, Output, Verdict, through};
+use super::programs::Compiler;
+use crate::{tools, workspace};
 
 /// Tests that are run once more. When more have failed it is the change, not the machine.
 const ALLOWED: usize = 3;
@@ -22,11 +24,19 @@ pub(super) fn again(done: &mut [StageResult]) -> Result<()> {
         let Some(arguments) = &done.again else { continue };
         println!("\n== {}: what failed, once more", done.name);
         let names = done.outcome.failures.iter().map(|failure| failure.name());
-        if all_pass(arguments, names, |call| cargo(&mut Output::Terminal, call))? {
+        if all_pass(arguments, names, repeat)? {
             done.outcome.pass_as_flaky();
         }
     }
     Ok(())
+}
+
+/// Runs a test by these arguments of cargo, in the programs of the tier for every commit.
+fn repeat(arguments: &[&str]) -> Result<Outcome> {
+    let mut cargo = tools::cargo();
+    cargo.args(arguments).current_dir(workspace()?);
+    Compiler::Clippy.choose_for(&mut cargo);
+    through(cargo, &mut Output::Terminal)
 }
 
 /// Whether each of these tests passes in a call of its own: the harness of the suites takes one filter.
@@ -56,7 +66,6 @@ mod tests {
     use std::process::Command;
     use std::time::Duration;
 
-    use super::super::outcome::through;
     use super::*;
 
     fn done(script: &str) -> StageResult {

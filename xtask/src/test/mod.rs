@@ -22,14 +22,16 @@ use nix::unistd::geteuid;
 use crate::tools::{self, exit_code, in_path};
 use crate::{fuzz, workspace};
 use outcome::{Outcome, Output, Verdict, through};
-use programs::Programs;
+use programs::{Compiler, Programs};
 
 /// Check and test what every commit has to pass, as CI does
 ///
-/// Formatting, lints, licences (where cargo-deny is installed), spelling (by typos, which pip installs where
-/// it is missing), unit tests of all crates, the scripts of tests/gpu, and the suites that run containers in
-/// test nodes. With --all everything: all suites on all platforms, next to the stock shim, and the fuzz
-/// targets (for $FIRN_FUZZ_SECONDS each, 6 by default). tests/README.md lists what is left out without it.
+/// Formatting, lints (while the tests are built; with --all by themselves), licences (where cargo-deny is
+/// installed), spelling (by typos, which pip installs where it is missing), unit tests of all crates, the
+/// scripts of tests/gpu, and the suites that run containers in test nodes. With --all everything: all suites
+/// on all platforms, next to the stock shim, and the fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by
+/// default). tests/README.md lists what is left out without it.
+///
 /// Needs root. The first run installs debootstrap and iproute2 with apt-get where they are missing, and makes
 /// two Debian roots in target/node from the mirror that apt is configured with. Nothing else of the host is
 /// changed.
@@ -142,6 +144,12 @@ impl Plan {
     /// Without `cmd`'s options: with the suites, and without what only a run of all has.
     fn new(cmd: &Cmd) -> Result<Self> {
         let tests = Programs::default();
+        // One compilation for lints and tests; before a release the tests run what rustc has made.
+        let compiler = if cmd.all {
+            Compiler::Rustc
+        } else {
+            Compiler::Clippy
+        };
         let mut first = vec![
             Check::new("format", |out| cargo(out, &["fmt", "--all", "--check"])),
             Check::new("format of the fuzz targets", |out| {
@@ -149,10 +157,14 @@ impl Plan {
             }),
             Check::new("dependencies", deny),
             Check::new("advisories", advisories),
-            Check::new("lints", |out| cargo(out, &LINTS)),
-            tests.build("build of the tests", &["test", "--no-run"]),
-            Programs::default().build("build of the programs", &["build"]),
         ];
+        if compiler == Compiler::Rustc {
+            first.push(Check::new("lints", |out| cargo(out, &LINTS)));
+        }
+        first.extend([
+            tests.build("build of the tests", compiler, &["test", "--no-run"]),
+            Programs::default().build("build of the programs", compiler, &["build"]),
+        ]);
         let others = vec![
             programs::unit_tests(&tests, &SUITES),
             Check::new("spelling", spelling::check),

@@ -3,11 +3,12 @@
 //! Each call builds all packages: another choice of packages has other features of their dependencies, and
 //! cargo then builds those once more. The programs run without cargo, for whose lock they would wait.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::Check;
@@ -26,35 +27,60 @@ pub(super) struct Program {
     dir: PathBuf,
 }
 
+/// What compiles the crates of the workspace.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Compiler {
+    Rustc,
+    /// Clippy's, which is rustc with more lints: it compiles and checks at the same time.
+    Clippy,
+}
+
+impl Compiler {
+    /// Makes cargo compile with it.
+    pub(super) fn choose_for(self, cargo: &mut Command) {
+        if self == Self::Clippy {
+            cargo.env("RUSTC_WORKSPACE_WRAPPER", CLIPPY);
+        }
+    }
+}
+
+const CLIPPY: &str = "clippy-driver";
+
 /// Programs that one check builds, and others run.
 #[derive(Clone, Default)]
 pub(super) struct Programs(Arc<OnceLock<Vec<Program>>>);
 
 impl Programs {
-    /// The check that builds them, by these arguments of cargo.
-    pub(super) fn build(&self, name: &str, arguments: &'static [&'static str]) -> Check {
+    /// The check that builds them, by these arguments of cargo. A warning fails it.
+    pub(super) fn build(&self, name: &str, compiler: Compiler, arguments: &'static [&'static str]) -> Check {
         let programs = self.clone();
-        Check::new(name, move |_| {
+        Check::new(name, move |out| {
+            ensure!(
+                compiler == Compiler::Rustc || tools::in_path(CLIPPY).is_some(),
+                "{CLIPPY} is not in PATH\nhint: rustup component add clippy"
+            );
             let mut cargo = tools::cargo();
             cargo
                 .args(arguments)
-                .args([
-                    "--workspace",
-                    "--locked",
-                    "--message-format",
-                    "json-render-diagnostics",
-                ])
+                .args(["--workspace", "--locked", "--message-format", "json"])
                 .current_dir(workspace()?)
-                .stderr(Stdio::inherit());
-            let output = cargo.output().context("run cargo")?;
-            let messages = String::from_utf8_lossy(&output.stdout);
-            let built: Result<Vec<Program>> = messages
-                .lines()
-                .filter_map(|line| read(line).transpose())
-                .collect();
-            let built = built?;
+                .stdout(Stdio::piped());
+            compiler.choose_for(&mut cargo);
+            let mut cargo = cargo.spawn().context("run cargo")?;
+            let stdout = cargo.stdout.take().context("cargo has no output")?;
+            let (mut built, mut good) = (Vec::new(), true);
+            for line in BufReader::new(stdout).lines() {
+                match read(&line?)? {
+                    Message::Built(program) => built.push(program),
+                    Message::Diagnostic(text) => {
+                        good = false;
+                        out.line(text.as_bytes())?;
+                    }
+                    Message::Other => {}
+                }
+            }
             programs.0.get_or_init(|| built);
-            Ok(Outcome::new(output.status.success()))
+            Ok(Outcome::new(cargo.wait()?.success() && good))
         })
     }
 
@@ -78,20 +104,31 @@ impl Program {
     }
 }
 
-/// The program that one of cargo's messages is about.
-fn read(message: &str) -> Result<Option<Program>> {
+/// A message of cargo's.
+#[derive(Debug)]
+enum Message {
+    Built(Program),
+    /// A warning or an error, as the compiler prints it.
+    Diagnostic(String),
+    Other,
+}
+
+fn read(message: &str) -> Result<Message> {
     let message: Value = serde_json::from_str(message).context("read cargo's messages")?;
+    if let Some(text) = message["message"]["rendered"].as_str() {
+        return Ok(Message::Diagnostic(text.to_owned()));
+    }
     let (Some(file), Some(name), Some(manifest)) = (
         message["executable"].as_str(),
         message["target"]["name"].as_str(),
         message["manifest_path"].as_str(),
     ) else {
-        return Ok(None);
+        return Ok(Message::Other);
     };
     let dir = Path::new(manifest)
         .parent()
         .context("a manifest has a directory")?;
-    Ok(Some(Program {
+    Ok(Message::Built(Program {
         name: name.to_owned(),
         file: file.into(),
         has_tests: message["profile"]["test"] == true,
@@ -130,15 +167,18 @@ mod tests {
         let message = r#"{"reason":"compiler-artifact","manifest_path":"/w/shim/Cargo.toml",
             "target":{"name":"firn_shim"},"executable":"/w/target/debug/deps/firn_shim-1",
             "profile":{"test":true}}"#;
-        let program = read(message).unwrap().unwrap();
+        let built = |message: &str| match read(message).unwrap() {
+            Message::Built(program) => program,
+            other => panic!("{other:?}"),
+        };
+        let program = built(message);
         assert_eq!(
             (&*program.name, program.dir.to_str(), program.has_tests),
             ("firn_shim", Some("/w/shim"), true)
         );
-        let started = read(&message.replace("true", "false")).unwrap().unwrap();
-        assert!(!started.has_tests);
+        assert!(!built(&message.replace("true", "false")).has_tests);
         let library = r#"{"target":{"name":"a"},"manifest_path":"/w/a/Cargo.toml","executable":null}"#;
-        assert!(read(library).unwrap().is_none());
+        assert!(matches!(read(library).unwrap(), Message::Other));
         assert!(read("warning: no message").is_err());
         let none = Programs::default();
         assert!(
@@ -147,5 +187,15 @@ mod tests {
                 .to_string()
                 .contains("not built")
         );
+    }
+
+    #[test]
+    fn a_warning_is_read_as_the_compiler_prints_it() {
+        let warning = r#"{"reason":"compiler-message","target":{"name":"firn_shim"},
+            "message":{"level":"warning","rendered":"warning: unused variable: `a`\n"}}"#;
+        let Message::Diagnostic(text) = read(warning).unwrap() else {
+            panic!("it is no diagnostic");
+        };
+        assert!(text.starts_with("warning: unused variable"), "{text}");
     }
 }
