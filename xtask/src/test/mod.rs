@@ -1,9 +1,11 @@
 //! `cargo xtask test`: everything that CI checks, in one command.
 
+mod cuda_facts;
 mod failures;
 mod flaky;
 mod outcome;
 mod programs;
+mod python;
 mod spelling;
 mod summary;
 
@@ -29,8 +31,8 @@ use programs::{Compiler, Programs};
 /// Formatting, lints (while the tests are built; with --all by themselves), licences (where cargo-deny is
 /// installed), spelling (by typos, which pip installs where it is missing), unit tests of all crates, the
 /// scripts of tests/gpu, and the suites that run containers in test nodes. With --all everything: all suites
-/// on all platforms, next to the stock shim, and the fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by
-/// default). tests/README.md lists what is left out without it.
+/// on all platforms, next to the stock shim, the fuzz targets (for $FIRN_FUZZ_SECONDS each, 6 by default),
+/// and a comparison with CUDA's headers. tests/README.md lists what is left out without it.
 ///
 /// Needs root. The first run installs debootstrap and iproute2 with apt-get where they are missing, and makes
 /// two Debian roots in target/node from the mirror that apt is configured with. Nothing else of the host is
@@ -165,11 +167,14 @@ impl Plan {
             tests.build("build of the tests", compiler, &["test", "--no-run"]),
             Programs::default().build("build of the programs", compiler, &["build"]),
         ]);
-        let others = vec![
+        let mut others = vec![
             programs::unit_tests(&tests, &SUITES),
             Check::new("spelling", spelling::check),
             Check::new("scripts for GPU machines", scripts),
         ];
+        if cmd.all {
+            others.push(Check::new("facts of the CUDA driver", cuda_facts::check));
+        }
         if cmd.fast {
             return Ok(Self {
                 first,
