@@ -62,21 +62,39 @@ struct Given {
     container: Spec,
     /// Of a container of a pod: what the pod has.
     pod: Option<Spec>,
+    /// The names of the pod's containers.
+    names: Vec<String>,
 }
 
 async fn given(socket: &Path, namespace: &str, id: &str) -> Result<Given, CallError> {
     let containerd = Containerd::connect(socket, namespace).await?;
     let container = containerd.container(id).await?.spec();
-    let pod = match container.annotation(names::ANNOTATION_CRI_SANDBOX) {
-        Some(sandbox) => match containerd.container(sandbox).await {
-            Ok(sandbox) => Some(pod(&sandbox)),
-            // A controller of another kind keeps it elsewhere.
-            Err(error) if error.is_absent() => None,
-            Err(error) => return Err(error),
-        },
-        None => None,
+    let Some(sandbox) = container
+        .annotation(names::ANNOTATION_CRI_SANDBOX)
+        .map(str::to_owned)
+    else {
+        return Ok(Given {
+            container,
+            pod: None,
+            names: Vec::new(),
+        });
     };
-    Ok(Given { container, pod })
+    let pod = match containerd.container(&sandbox).await {
+        Ok(sandbox) => Some(pod(&sandbox)),
+        // A controller of another kind keeps it elsewhere.
+        Err(error) if error.is_absent() => None,
+        Err(error) => return Err(error),
+    };
+    let all = containerd.containers().await?;
+    let specs = all.iter().map(Container::spec);
+    let of_pod = specs.filter(|spec| spec.annotation(names::ANNOTATION_CRI_SANDBOX) == Some(&sandbox));
+    let names = of_pod.filter_map(|spec| spec.annotation(names::ANNOTATION_CRI_NAME).map(str::to_owned));
+    let names = names.collect();
+    Ok(Given {
+        container,
+        pod,
+        names,
+    })
 }
 
 /// A spec with the annotations of a pod.
@@ -109,7 +127,20 @@ impl Given {
                 format!("{name} of the pod does not reach it: {why}")
             })
         });
-        of_container.chain(of_pod).collect()
+        let of_others = self.not_in_pod(pod).map(|name| {
+            let restore = names::ANNOTATION_RESTORE_FROM;
+            format!("{restore} of the pod names container {name:?}, and the pod has none of that name")
+        });
+        of_container.chain(of_pod).chain(of_others).collect()
+    }
+
+    /// The containers that the pod wants restored and does not have.
+    fn not_in_pod<'s>(&'s self, pod: &'s Spec) -> impl Iterator<Item = &'s str> {
+        let value = pod.annotation(names::ANNOTATION_RESTORE_FROM).unwrap_or_default();
+        let named = value.split(',').filter_map(|part| part.trim().split_once('='));
+        named
+            .map(|(container, _)| container)
+            .filter(|name| self.names.iter().all(|of_pod| of_pod != name))
     }
 }
 
@@ -126,7 +157,7 @@ mod tests {
     fn annotations_that_got_lost_are_named() {
         let noted = json!({"Version": "v1", "Metadata": {"Config": {"annotations": {
             "firn.dev/ipc": "none", "firn.dev/tcp": "close", "firn.dev/bulc": "store", "other": "x",
-            "firn.dev/gpu-busy": "wait",
+            "firn.dev/gpu-busy": "wait", "firn.dev/restore-from": "c=warm, d=warm",
         }}}});
         let value = noted.to_string().into_bytes();
         let type_url = String::new();
@@ -135,8 +166,11 @@ mod tests {
             ..Container::default()
         };
         let given = Given {
-            container: Spec::from(json!({"annotations": {"firn.dev/ipc": "none", "firn.dev/x": "y"}})),
+            container: Spec::from(json!({"annotations": {
+                "firn.dev/ipc": "none", "firn.dev/x": "y", "firn.dev/restore-from": "c=warm, d=warm",
+            }})),
             pod: Some(pod(&sandbox)),
+            names: vec!["c".to_owned()],
         };
         let lost = given.lost();
         assert_eq!(
@@ -151,7 +185,9 @@ mod tests {
             lost[3].starts_with("firn.dev/tcp of the pod does not reach it: "),
             "{lost:?}"
         );
-        assert_eq!(lost.len(), 4);
+        let other =
+            "firn.dev/restore-from of the pod names container \"d\", and the pod has none of that name";
+        assert_eq!(lost[4..], [other]);
         // What is noted there is containerd's business, and may change.
         let given = Given {
             pod: Some(pod(&Container::default())),

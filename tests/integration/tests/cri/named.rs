@@ -145,12 +145,21 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
         let before = keep(cri, "warm")?;
         let mut running = Vec::new();
         for gpu in [0, 1] {
-            let annotations = json!({ "firn.dev/restore-from": "c=warm" });
+            // There is no container d.
+            let annotations = json!({ "firn.dev/restore-from": "c=warm,d=warm" });
             let pod = cri.pod_annotated(&format!("replica-{gpu}"), &annotations)?;
             let copy = pod.start_with("c", &on_gpu(gpu, &cold()))?;
             computes(&copy, before + 2)?;
             let text = copy.exec("cat /written")?;
             ensure!(text.contains("text"), "the written file has {text:?}");
+            let (_, audit) = cri
+                .host
+                .firn_shows(&["audit", "--namespace", "k8s.io", &copy.id])?;
+            let audit = audit.to_string();
+            for (container, is_named) in [("c", false), ("d", true)] {
+                let named = audit.contains(&format!("names container \\\"{container}\\\""));
+                ensure!(named == is_named, "{container}: {audit}");
+            }
             running.push((pod, copy));
         }
         let memory = cri.host.gpu_memory()?;
