@@ -184,9 +184,12 @@ impl Built {
     }
 }
 
-/// Runs `cargo build` with these arguments.
+/// Runs `cargo build` with these arguments. Releases are compiled by rustc, whatever has compiled the tests.
 fn cargo(voice: Voice, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(env!("CARGO"));
+    if arguments.contains(&"--release") {
+        command.env_remove("RUSTC_WORKSPACE_WRAPPER");
+    }
     command
         .args(["build", "--manifest-path"])
         .arg(workspace().join("Cargo.toml"))

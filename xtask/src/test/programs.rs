@@ -25,10 +25,12 @@ pub(super) struct Program {
     has_tests: bool,
     /// Of its package, where cargo would run it.
     dir: PathBuf,
+    /// What has compiled it.
+    compiler: Compiler,
 }
 
 /// What compiles the crates of the workspace.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Compiler {
     Rustc,
     /// Clippy's, which is rustc with more lints: it compiles and checks at the same time.
@@ -36,7 +38,7 @@ pub(super) enum Compiler {
 }
 
 impl Compiler {
-    /// Makes cargo compile with it.
+    /// Makes cargo, and cargo below a program, compile with it.
     pub(super) fn choose_for(self, cargo: &mut Command) {
         if self == Self::Clippy {
             cargo.env("RUSTC_WORKSPACE_WRAPPER", CLIPPY);
@@ -70,7 +72,7 @@ impl Programs {
             let stdout = cargo.stdout.take().context("cargo has no output")?;
             let (mut built, mut good) = (Vec::new(), true);
             for line in BufReader::new(stdout).lines() {
-                match read(&line?)? {
+                match read(&line?, compiler)? {
                     Message::Built(program) => built.push(program),
                     Message::Diagnostic(text) => {
                         good = false;
@@ -96,10 +98,12 @@ impl Programs {
 }
 
 impl Program {
-    /// It, where cargo would run it.
+    /// It, where cargo would run it. What it builds by cargo is compiled as it was itself, so it is there
+    /// already.
     pub(super) fn command(&self) -> Command {
         let mut command = Command::new(&self.file);
         command.current_dir(&self.dir);
+        self.compiler.choose_for(&mut command);
         command
     }
 }
@@ -113,7 +117,8 @@ enum Message {
     Other,
 }
 
-fn read(message: &str) -> Result<Message> {
+/// `compiler`: what compiles the program that the message may be about.
+fn read(message: &str, compiler: Compiler) -> Result<Message> {
     let message: Value = serde_json::from_str(message).context("read cargo's messages")?;
     if let Some(text) = message["message"]["rendered"].as_str() {
         return Ok(Message::Diagnostic(text.to_owned()));
@@ -133,6 +138,7 @@ fn read(message: &str) -> Result<Message> {
         file: file.into(),
         has_tests: message["profile"]["test"] == true,
         dir: dir.into(),
+        compiler,
     }))
 }
 
@@ -167,7 +173,7 @@ mod tests {
         let message = r#"{"reason":"compiler-artifact","manifest_path":"/w/shim/Cargo.toml",
             "target":{"name":"firn_shim"},"executable":"/w/target/debug/deps/firn_shim-1",
             "profile":{"test":true}}"#;
-        let built = |message: &str| match read(message).unwrap() {
+        let built = |message: &str| match read(message, Compiler::Rustc).unwrap() {
             Message::Built(program) => program,
             other => panic!("{other:?}"),
         };
@@ -178,8 +184,8 @@ mod tests {
         );
         assert!(!built(&message.replace("true", "false")).has_tests);
         let library = r#"{"target":{"name":"a"},"manifest_path":"/w/a/Cargo.toml","executable":null}"#;
-        assert!(matches!(read(library).unwrap(), Message::Other));
-        assert!(read("warning: no message").is_err());
+        assert!(matches!(read(library, Compiler::Rustc).unwrap(), Message::Other));
+        assert!(read("warning: no message", Compiler::Rustc).is_err());
         let none = Programs::default();
         assert!(
             none.named("suites")
@@ -193,7 +199,7 @@ mod tests {
     fn a_warning_is_read_as_the_compiler_prints_it() {
         let warning = r#"{"reason":"compiler-message","target":{"name":"firn_shim"},
             "message":{"level":"warning","rendered":"warning: unused variable: `a`\n"}}"#;
-        let Message::Diagnostic(text) = read(warning).unwrap() else {
+        let Message::Diagnostic(text) = read(warning, Compiler::Rustc).unwrap() else {
             panic!("it is no diagnostic");
         };
         assert!(text.starts_with("warning: unused variable"), "{text}");
