@@ -118,7 +118,11 @@ class Header:
         if isinstance(kind, c_ast.Enum):
             return "i"
         if isinstance(kind, (c_ast.Struct, c_ast.Union)):
-            return f"m{self._size_of(kind)}"
+            size = self._size_of(kind)
+            # Of 8 bytes: in a register, if it is of integers, as CUmemLocation is. Larger ones: in memory.
+            if size <= 16 and (size, kind.name) != (8, "CUmemLocation_st"):
+                raise Mismatch(f"{self.path.name}: look how {kind.name}, of {size} bytes, is passed")
+            return f"m{size}"
         names = [name for name in kind.names if name not in ("unsigned", "signed")]
         if names == ["void"]:
             return "void"

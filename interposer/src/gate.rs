@@ -4,8 +4,8 @@
 //! shuts it waits until no thread is inside: each has then returned from the driver, and holds none of its
 //! locks. Threads that come later wait outside.
 //!
-//! A passage costs two stores and a load, without a fence: membarrier makes every thread of the process order
-//! its store and its load while the gate is being shut. Without membarrier the passages themselves do.
+//! A passage costs a few stores and loads, without a fence: membarrier makes every thread of the process
+//! order its store and its load while the gate is being shut. Without membarrier the passages themselves do.
 
 use core::sync::atomic::{AtomicU32, Ordering, compiler_fence, fence};
 
@@ -18,19 +18,36 @@ use rustix::thread::{MembarrierCommand, futex, membarrier};
 pub struct Slot {
     /// The thread that has it; 0: none.
     tid: AtomicU32,
-    /// Of calls: a function of the driver may call another one.
+    /// The calls that it is in, as a function of the driver may call another one; and [`ASKING`].
     depth: AtomicU32,
     /// Of the outermost call.
     row: AtomicU32,
 }
 
-/// A thread that is in a call of the driver.
+/// A thread that is in a call of the driver, or asks to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Busy {
     pub tid: u32,
-    /// The function, by its index in [`crate::facts::ROWS`].
+    /// The function that it has entered last from outside, by its index in [`crate::facts::ROWS`].
     pub row: u32,
 }
+
+impl Slot {
+    /// A slot that no thread has.
+    pub const fn new() -> Self {
+        Self {
+            tid: AtomicU32::new(0),
+            depth: AtomicU32::new(0),
+            row: AtomicU32::new(0),
+        }
+    }
+}
+
+/// Of a depth: the calls. They are fewer than the stack has room for.
+const CALLS: u32 = ASKING - 1;
+/// Of a depth: the thread asks whether the gate is open. Whoever shuts it then waits for the thread; a
+/// handler of a signal that interrupts it there asks for itself.
+const ASKING: u32 = 1 << 31;
 
 /// Set while the gate is shut.
 const SHUT: u32 = 1;
@@ -44,33 +61,42 @@ pub struct Gate<S> {
     slots: S,
 }
 
-impl<S: AsRef<[Slot]>> Gate<S> {
-    /// A gate that is open.
-    pub fn new(slots: S) -> Self {
-        let registered = membarrier(MembarrierCommand::RegisterPrivateExpedited);
-        let state = if registered.is_ok() { 0 } else { FENCED };
+impl<S> Gate<S> {
+    /// A gate that is open, whose passages have fences until [`Self::register`].
+    pub const fn new(slots: S) -> Self {
         Self {
-            state: AtomicU32::new(state),
+            state: AtomicU32::new(FENCED),
             slots,
         }
     }
 
+    /// Makes passages cheap, where the kernel has membarrier and the process may use it.
+    pub fn register(&self) {
+        if membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok() {
+            self.state.fetch_and(!FENCED, Ordering::SeqCst);
+        }
+    }
+}
+
+impl<S: AsRef<[Slot]>> Gate<S> {
     /// Takes a slot for a thread: a free one, or that of a thread that is gone. None: all are in use.
     pub fn take_slot(&self, tid: u32, is_gone: impl Fn(u32) -> bool) -> Option<&Slot> {
-        self.slots.as_ref().iter().find(|slot| {
-            let owner = slot.tid.load(Ordering::Relaxed);
-            if owner != 0 && !is_gone(owner) {
-                return false;
-            }
-            let taken = slot
-                .tid
-                .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed);
-            if taken.is_ok() {
-                // Its thread may have ended inside of a call.
-                slot.depth.store(0, Ordering::Release);
-            }
-            taken.is_ok()
-        })
+        let slots = self.slots.as_ref();
+        // One that had this number before may have ended inside of a call.
+        let former = slots.iter().find(|slot| slot.tid.load(Ordering::Relaxed) == tid);
+        let slot = former.or_else(|| {
+            slots.iter().find(|slot| {
+                let owner = slot.tid.load(Ordering::Relaxed);
+                let is_free = owner == 0 || is_gone(owner);
+                let take = || {
+                    slot.tid
+                        .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed)
+                };
+                is_free && take().is_ok()
+            })
+        })?;
+        slot.depth.store(0, Ordering::Release);
+        Some(slot)
     }
 
     /// Enters a call, once the gate is open. A call inside of another one enters at once.
@@ -78,20 +104,25 @@ impl<S: AsRef<[Slot]>> Gate<S> {
     /// `row`: the function, by its index in [`crate::facts::ROWS`].
     #[inline]
     pub fn enter(&self, slot: &Slot, row: u32) {
-        let depth = slot.depth.load(Ordering::Relaxed);
-        slot.depth.store(depth.wrapping_add(1), Ordering::Relaxed);
-        // Pairs with the membarrier in `shut`: either this thread sees the gate shut, or its depth is seen.
-        compiler_fence(Ordering::SeqCst);
-        if depth == 0 {
-            slot.row.store(row, Ordering::Relaxed);
-            if self.state.load(Ordering::Acquire) != 0 {
-                self.enter_slowly(slot);
-            }
+        let before = slot.depth.load(Ordering::Relaxed);
+        if before & CALLS != 0 {
+            slot.depth.store(before.wrapping_add(1), Ordering::Relaxed);
+            return;
         }
+        slot.row.store(row, Ordering::Relaxed);
+        slot.depth.store(ASKING, Ordering::Release);
+        // Pairs with the membarrier in `shut`: either this thread sees the gate shut, or it is seen.
+        compiler_fence(Ordering::SeqCst);
+        if self.state.load(Ordering::Acquire) != 0 {
+            self.ask(slot);
+        }
+        // In a handler of a signal that has interrupted this function, the one below still asks.
+        slot.depth.store(before | 1, Ordering::Release);
     }
 
+    /// Asks until the gate is open, in `ASKING`.
     #[cold]
-    fn enter_slowly(&self, slot: &Slot) {
+    fn ask(&self, slot: &Slot) {
         loop {
             fence(Ordering::SeqCst);
             let state = self.state.load(Ordering::Acquire);
@@ -101,7 +132,7 @@ impl<S: AsRef<[Slot]>> Gate<S> {
             slot.depth.store(0, Ordering::Release);
             // Interrupted, or the state has changed: the loop looks again.
             let _ = futex::wait(&self.state, futex::Flags::PRIVATE, state, None);
-            slot.depth.store(1, Ordering::Relaxed);
+            slot.depth.store(ASKING, Ordering::Release);
         }
     }
 
@@ -109,13 +140,16 @@ impl<S: AsRef<[Slot]>> Gate<S> {
     #[inline]
     pub fn leave(&self, slot: &Slot) {
         let depth = slot.depth.load(Ordering::Relaxed);
-        slot.depth.store(depth.wrapping_sub(1), Ordering::Release);
+        if depth & CALLS != 0 {
+            slot.depth.store(depth.wrapping_sub(1), Ordering::Release);
+        }
     }
 
-    /// Shuts the gate. From its return on no thread enters; those inside are [`Self::busy`].
+    /// Shuts the gate. From its return on no thread enters from outside of the driver; those inside are
+    /// [`Self::busy`].
     ///
     /// # Errors
-    /// Those of membarrier: the gate is open then.
+    /// Those of membarrier: the gate is as before.
     pub fn shut(&self) -> Result<(), Errno> {
         let before = self.state.fetch_or(SHUT, Ordering::SeqCst);
         if before & FENCED != 0 {
@@ -125,7 +159,11 @@ impl<S: AsRef<[Slot]>> Gate<S> {
         // Once more, since CRIU may have restored the process without it.
         let ordered = membarrier(MembarrierCommand::RegisterPrivateExpedited)
             .and_then(|()| membarrier(MembarrierCommand::PrivateExpedited));
-        ordered.inspect_err(|_| self.open())
+        ordered.inspect_err(|_| {
+            if before & SHUT == 0 {
+                self.open();
+            }
+        })
     }
 
     /// Opens the gate.
@@ -135,7 +173,8 @@ impl<S: AsRef<[Slot]>> Gate<S> {
         let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX >> 1);
     }
 
-    /// The threads that are inside.
+    /// The threads that are inside, ask at this moment, or have ended inside: to be looked at again until
+    /// there is none.
     pub fn busy(&self) -> impl Iterator<Item = Busy> {
         self.slots.as_ref().iter().filter_map(|slot| {
             let is_inside = slot.depth.load(Ordering::Acquire) != 0;

@@ -10,15 +10,15 @@ const ROW: u32 = 7;
 const ROUNDS: usize = 50_000;
 
 fn gate(slots: usize) -> Gate<Vec<Slot>> {
-    let mut all = Vec::new();
-    all.resize_with(slots, Slot::default);
-    Gate::new(all)
+    let gate = fenced(slots);
+    gate.register();
+    gate
 }
 
 fn fenced(slots: usize) -> Gate<Vec<Slot>> {
-    let gate = gate(slots);
-    gate.state.store(FENCED, Ordering::Relaxed);
-    gate
+    let mut all = Vec::new();
+    all.resize_with(slots, Slot::new);
+    Gate::new(all)
 }
 
 fn slot(gate: &Gate<Vec<Slot>>, tid: u32) -> &Slot {
@@ -61,6 +61,8 @@ fn race(gate: &Gate<Vec<Slot>>, rounds: usize) {
             }
         });
         let caught = |n: &usize| {
+            // Its slot is in the cache of this CPU as well: the next store to it takes its time.
+            assert!(gate.busy().next().is_none());
             round.store(*n, Ordering::SeqCst);
             for _ in 0..n % 50 {
                 core::hint::spin_loop();
@@ -140,12 +142,41 @@ fn a_thread_waits_outside_until_the_gate_is_open() {
 }
 
 #[test]
+fn a_handler_of_a_signal_asks_for_itself() {
+    let gate = gate(1);
+    let slot = slot(&gate, 1);
+    // Interrupted where it asks, before it sees that the gate has been shut.
+    slot.depth.store(ASKING, Ordering::Relaxed);
+    gate.shut().unwrap();
+    assert_eq!(gate.busy().count(), 1, "it may be about to enter");
+    let entered = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            gate.enter(slot, ROW);
+            entered.store(true, Ordering::SeqCst);
+        });
+        until("the handler waits", || gate.busy().next().is_none());
+        assert!(!entered.load(Ordering::SeqCst));
+        gate.open();
+    });
+    assert_eq!(gate.busy().count(), 1);
+    gate.leave(slot);
+    assert_eq!(gate.busy().count(), 1, "what it has interrupted still asks");
+    gate.leave(slot);
+    assert_eq!(slot.depth.load(Ordering::Relaxed), ASKING, "it was in no call");
+}
+
+#[test]
 fn slots_of_threads_that_are_gone_are_taken_again() {
     let gate = gate(2);
     let first = slot(&gate, 1);
     gate.enter(first, ROW);
     slot(&gate, 2);
     assert!(gate.take_slot(3, |_| false).is_none());
+    // The kernel gives a number again.
+    assert!(core::ptr::eq(first, slot(&gate, 1)));
+    assert_eq!(gate.busy().count(), 0);
+    gate.enter(first, ROW);
     let again = gate.take_slot(3, |tid| tid == 1).unwrap();
     assert!(core::ptr::eq(first, again));
     assert_eq!(gate.busy().count(), 0, "its thread has ended inside of a call");

@@ -157,6 +157,7 @@ impl Plan {
             Check::new("format of the fuzz targets", |out| {
                 cargo(out, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])
             }),
+            Check::new("the interposer's library", library),
             Check::new("dependencies", deny),
             Check::new("advisories", advisories),
         ];
@@ -280,6 +281,18 @@ pub fn run(cmd: &Cmd) -> Result<ExitCode> {
     print!("\n{}", summary::of(&done, begun.elapsed()));
     let failed = done.iter().any(|done| done.outcome.verdict == Verdict::Failed);
     Ok(exit_code(!failed))
+}
+
+/// Format and lints of a workspace of its own.
+fn library(out: &mut Output) -> Result<Outcome> {
+    const MANIFEST: &str = "interposer/library/Cargo.toml";
+    let formatted = cargo(out, &["fmt", "--manifest-path", MANIFEST, "--check"])?;
+    if formatted.verdict != Verdict::Passed {
+        return Ok(formatted);
+    }
+    let lints = ["clippy", "--release", "--locked", "--manifest-path", MANIFEST];
+    let target = ["--target-dir", "target/interposer", "--", "-D", "warnings"];
+    cargo(out, &[lints, target].concat())
 }
 
 /// Licences, duplicates and origins of the dependencies, by `deny.toml`.

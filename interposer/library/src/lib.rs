@@ -1,0 +1,29 @@
+//! The library that the loader puts between a program and libcuda.
+//!
+//! Its functions have the names of the driver's. Each passes the gate and calls the driver's function: found
+//! in libcuda where the program is linked with it, by `dlsym` or by cuGetProcAddress where it asks for it.
+//! What the table of facts lacks passes untouched. Nothing runs before the program's first call.
+//!
+//! It is loaded into programs of every C library, also those that never use a GPU: it has no standard library
+//! and does not panic. From the C library it takes five functions that each of them has.
+#![no_std]
+
+mod arch;
+mod calls;
+mod elf;
+mod resolve;
+
+use core::panic::PanicInfo;
+
+unsafe extern "C" {
+    /// There is no such function: the linker leaves it undefined in a library that could panic, and a test
+    /// sees it.
+    fn firn_cuda_panics() -> !;
+}
+
+/// Never called: the program is not to be aborted.
+#[panic_handler]
+fn panic(_: &PanicInfo<'_>) -> ! {
+    // SAFETY: no code that is linked calls this.
+    unsafe { firn_cuda_panics() }
+}
