@@ -1,6 +1,7 @@
 //! Annotations that mean nothing to firn: unknown names and values, and those of a pod that its containers do
 //! not get. The bundle has what the shim has left of them, containerd what its client has given.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 
@@ -62,8 +63,8 @@ struct Given {
     container: Spec,
     /// Of a container of a pod: what the pod has.
     pod: Option<Spec>,
-    /// The names of the pod's containers.
-    names: Vec<String>,
+    /// The names of the pod's containers, if they are needed and containerd lists them.
+    names: Option<Vec<String>>,
 }
 
 async fn given(socket: &Path, namespace: &str, id: &str) -> Result<Given, CallError> {
@@ -76,7 +77,7 @@ async fn given(socket: &Path, namespace: &str, id: &str) -> Result<Given, CallEr
         return Ok(Given {
             container,
             pod: None,
-            names: Vec::new(),
+            names: None,
         });
     };
     let pod = match containerd.container(&sandbox).await {
@@ -85,16 +86,28 @@ async fn given(socket: &Path, namespace: &str, id: &str) -> Result<Given, CallEr
         Err(error) if error.is_absent() => None,
         Err(error) => return Err(error),
     };
-    let all = containerd.containers().await?;
-    let specs = all.iter().map(Container::spec);
-    let of_pod = specs.filter(|spec| spec.annotation(names::ANNOTATION_CRI_SANDBOX) == Some(&sandbox));
-    let names = of_pod.filter_map(|spec| spec.annotation(names::ANNOTATION_CRI_NAME).map(str::to_owned));
-    let names = names.collect();
+    // Without names of containers the annotation is for all of them.
+    let restored = container.annotation(names::ANNOTATION_RESTORE_FROM);
+    let names = if restored.is_some_and(|value| value.contains('=')) {
+        containerd.containers().await.ok()
+    } else {
+        None
+    };
+    let names = names.map(|all| in_pod(&all, &sandbox));
     Ok(Given {
         container,
         pod,
         names,
     })
+}
+
+/// The names of the containers in a pod.
+fn in_pod(all: &[Container], sandbox: &str) -> Vec<String> {
+    let specs = all.iter().map(Container::spec);
+    let of_pod = specs.filter(|spec| spec.annotation(names::ANNOTATION_CRI_SANDBOX) == Some(sandbox));
+    of_pod
+        .filter_map(|spec| spec.annotation(names::ANNOTATION_CRI_NAME).map(str::to_owned))
+        .collect()
 }
 
 /// A spec with the annotations of a pod.
@@ -127,20 +140,24 @@ impl Given {
                 format!("{name} of the pod does not reach it: {why}")
             })
         });
-        let of_others = self.not_in_pod(pod).map(|name| {
+        let of_others = self.not_in_pod().into_iter().map(|name| {
             let restore = names::ANNOTATION_RESTORE_FROM;
-            format!("{restore} of the pod names container {name:?}, and the pod has none of that name")
+            format!("{restore} names container {name:?}, and the pod has none of that name now")
         });
         of_container.chain(of_pod).chain(of_others).collect()
     }
 
-    /// The containers that the pod wants restored and does not have.
-    fn not_in_pod<'s>(&'s self, pod: &'s Spec) -> impl Iterator<Item = &'s str> {
-        let value = pod.annotation(names::ANNOTATION_RESTORE_FROM).unwrap_or_default();
+    /// The containers that are to be restored and are not in the pod.
+    fn not_in_pod(&self) -> BTreeSet<&str> {
+        let value = self.container.annotation(names::ANNOTATION_RESTORE_FROM);
+        let (Some(value), Some(names)) = (value, &self.names) else {
+            return BTreeSet::new();
+        };
         let named = value.split(',').filter_map(|part| part.trim().split_once('='));
         named
             .map(|(container, _)| container)
-            .filter(|name| self.names.iter().all(|of_pod| of_pod != name))
+            .filter(|name| names.iter().all(|of_pod| of_pod != name))
+            .collect()
     }
 }
 
@@ -167,10 +184,10 @@ mod tests {
         };
         let given = Given {
             container: Spec::from(json!({"annotations": {
-                "firn.dev/ipc": "none", "firn.dev/x": "y", "firn.dev/restore-from": "c=warm, d=warm",
+                "firn.dev/ipc": "none", "firn.dev/x": "y", "firn.dev/restore-from": "c=warm, d=warm, d=cold",
             }})),
             pod: Some(pod(&sandbox)),
-            names: vec!["c".to_owned()],
+            names: Some(vec!["c".to_owned()]),
         };
         let lost = given.lost();
         assert_eq!(
@@ -185,12 +202,12 @@ mod tests {
             lost[3].starts_with("firn.dev/tcp of the pod does not reach it: "),
             "{lost:?}"
         );
-        let other =
-            "firn.dev/restore-from of the pod names container \"d\", and the pod has none of that name";
+        let other = "firn.dev/restore-from names container \"d\", and the pod has none of that name now";
         assert_eq!(lost[4..], [other]);
         // What is noted there is containerd's business, and may change.
         let given = Given {
             pod: Some(pod(&Container::default())),
+            names: None,
             ..given
         };
         assert_eq!(given.lost().len(), 1);

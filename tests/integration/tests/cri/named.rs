@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use crate::cri::Point;
 use crate::cri::checkpoints::{ARCHIVE, checkpoint, computes};
 use crate::cri::client::{Cri, Ctr, Pod};
+use crate::cri::pods::SLEEP;
 use crate::objects::logs::{self, Reached};
 use crate::objects::table::movable;
 
@@ -143,9 +144,11 @@ pub fn allowed<T>(cri: Cri<'_>, story: impl FnOnce() -> Result<T>) -> Result<T> 
 fn replicas(cri: Cri<'_>) -> Result<String> {
     allowed(cri, || {
         let before = keep(cri, "warm")?;
+        let elsewhere = cri.pod("elsewhere")?;
+        let other = elsewhere.start("d", SLEEP)?;
         let mut running = Vec::new();
         for gpu in [0, 1] {
-            // There is no container d.
+            // There is no container d in this pod.
             let annotations = json!({ "firn.dev/restore-from": "c=warm,d=warm" });
             let pod = cri.pod_annotated(&format!("replica-{gpu}"), &annotations)?;
             let copy = pod.start_with("c", &on_gpu(gpu, &cold()))?;
@@ -168,6 +171,7 @@ fn replicas(cri: Cri<'_>) -> Result<String> {
         for (pod, copy) in running {
             pod.remove(&[&copy])?;
         }
+        elsewhere.remove(&[&other])?;
         Ok("two continue, on both GPUs, with the files".to_owned())
     })
 }
