@@ -67,7 +67,10 @@ pub fn a_file_that_outgrows_the_clients_copy_is_named(platform: Platform) -> Res
         let script = format!("{WRITES} {COUNTER}");
         let job = Container::script(host, "job", &["0"], 1, &[], &script)?;
         job.goes_on(3)?;
+        // The writer runs meanwhile also where many others want the CPUs.
+        host.fault(&["--call", "lock", "--delay-ms", "1000", "--times", "1"])?;
         let output = fails(&job, host, "FIRN-FILES")?;
+        host.no_faults()?;
         ensure!(
             output.contains("(busybox)") && output.contains(" /jail/grows "),
             "{output}"
