@@ -7,8 +7,10 @@ use std::{env, fs};
 
 const FACTS: &str = "../facts/driver-api.tsv";
 
-/// No library of C, no code that runs when it is loaded, and no end before the program's.
-const LINK: [&str; 5] = [
+/// No library of C, no code that runs when it is loaded, and no end before the program's. Its own functions
+/// are its own, whatever else has their names.
+const LINK: [&str; 6] = [
+    "-Wl,-Bsymbolic-functions",
     "-nostartfiles",
     "-nodefaultlibs",
     "-Wl,-soname,libfirn_cuda.so",

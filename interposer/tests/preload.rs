@@ -154,6 +154,12 @@ fn every_c_library_can_load_it_and_nothing_in_it_panics() {
         more.is_empty() && undefined.contains("dl_iterate_phdr"),
         "{undefined:?}"
     );
+    // Another object's function of the same name is not taken for its own.
+    let relocations = run(Command::new("readelf").arg("-rW").arg(&library));
+    assert!(
+        relocations.contains("R_") && !relocations.contains(" cu"),
+        "{relocations}"
+    );
     let dynamic = run(Command::new("readelf").arg("-dW").arg(&library));
     assert!(dynamic.contains("SONAME"), "{dynamic}");
     for refused in ["(NEEDED)", "(TEXTREL)", "(INIT)", "(INIT_ARRAY)"] {

@@ -21,6 +21,9 @@ static REAL: [AtomicUsize; ROWS.len()] = [const { AtomicUsize::new(0) }; ROWS.le
 /// What a function returns that this driver does not have: `CUDA_ERROR_NOT_FOUND`.
 const NOT_FOUND: i32 = 500;
 
+/// What every function returns where libcuda cannot be loaded: `CUDA_ERROR_SHARED_OBJECT_INIT_FAILED`.
+const NO_DRIVER: i32 = 303;
+
 /// A structure that is passed by value in memory.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -49,7 +52,7 @@ macro_rules! wrapper {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($argument: $kind),*) -> i32 {
             let Some((real, slot)) = enter($row) else {
-                return NOT_FOUND;
+                return if resolve::has_driver() { NOT_FOUND } else { NO_DRIVER };
             };
             // SAFETY: the driver's function has these arguments (facts), and returns a CUresult.
             let answer = unsafe {

@@ -34,6 +34,10 @@ fn driver() -> Option<Object> {
     Some(found)
 }
 
+pub fn has_driver() -> bool {
+    driver().is_some()
+}
+
 /// Loads an object, or takes a reference on one that is loaded. None: the C library cannot.
 fn open(file: *const c_char) -> Option<()> {
     let dlopen = of_libc(b"dlopen")?;
@@ -105,11 +109,13 @@ pub unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> Ans
     let Some(row) = facts::of_symbol(unsafe { CStr::from_ptr(name) }.to_bytes()) else {
         return untouched;
     };
+    // Before the answer, whose `dlerror` this may change.
+    let driver = loaded(row);
     // SAFETY: as the caller would do it. No handle but RTLD_NEXT means the caller.
     let found = unsafe { real(handle, name) };
     let wrapper = WRAPPERS.get(row).map_or(0, |wrapper| wrapper.get());
     let is_wrapper = found as usize == wrapper;
-    match loaded(row) {
+    match driver {
         Some(driver) if found as usize == driver || is_wrapper => Answer {
             answer: wrapper as *mut c_void,
             ..null

@@ -9,7 +9,8 @@ use crate::resolve;
 global_asm!(
     ".section .tbss,\"awT\",@nobits",
     ".balign 8",
-    ".local firn_cell",
+    ".globl firn_cell",
+    ".hidden firn_cell",
     ".type firn_cell,@object",
     ".size firn_cell, 8",
     "firn_cell: .zero 8",
