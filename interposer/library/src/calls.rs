@@ -59,7 +59,7 @@ macro_rules! wrapper {
                 let real: unsafe extern "C" fn($($kind),*) -> i32 = core::mem::transmute(real);
                 real($($argument),*)
             };
-            leave(slot);
+            GATE.leave(slot);
             after!($symbol, answer, $($argument),*)
         }
     };
@@ -91,9 +91,7 @@ pub use all::WRAPPERS;
 #[inline(always)]
 fn enter(row: usize) -> Option<(usize, &'static Slot)> {
     let real = REAL.get(row)?.load(Ordering::Relaxed);
-    // SAFETY: the word of a thread is 0, or the address of a slot in `GATE`.
-    let slot = unsafe { (arch::cell() as *const Slot).as_ref() };
-    let (real, slot) = match (real, slot) {
+    let (real, slot) = match (real, own_slot()) {
         (0, _) | (_, None) => first_call(row)?,
         (real, Some(slot)) => (real, slot),
     };
@@ -101,9 +99,11 @@ fn enter(row: usize) -> Option<(usize, &'static Slot)> {
     Some((real, slot))
 }
 
+/// The slot of this thread. None: it has not called yet.
 #[inline(always)]
-fn leave(slot: &Slot) {
-    GATE.leave(slot);
+fn own_slot() -> Option<&'static Slot> {
+    // SAFETY: the word of a thread is 0, or the address of a static slot.
+    unsafe { (arch::cell() as *const Slot).as_ref() }
 }
 
 /// Those of threads beyond [`THREADS`].
@@ -116,9 +116,7 @@ fn first_call(row: usize) -> Option<(usize, &'static Slot)> {
     if known.load(Ordering::Relaxed) == 0 {
         known.store(resolve::exported(row)?, Ordering::Relaxed);
     }
-    // SAFETY: as in `enter`.
-    let slot = unsafe { (arch::cell() as *const Slot).as_ref() };
-    let slot = slot.unwrap_or_else(|| {
+    let slot = own_slot().unwrap_or_else(|| {
         GATE.register();
         let tid = gettid().as_raw_nonzero().get().unsigned_abs();
         let slot = GATE.take_slot(tid, is_gone).unwrap_or(&OTHERS);

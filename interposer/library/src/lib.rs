@@ -5,7 +5,7 @@
 //! What the table of facts lacks passes untouched. Nothing runs before the program's first call.
 //!
 //! It is loaded into programs of every C library, also those that never use a GPU: it has no standard library
-//! and does not panic. From the C library it takes five functions that each of them has.
+//! and does not panic. From the C library it takes a few functions that each of them has.
 #![no_std]
 
 mod arch;

@@ -133,8 +133,8 @@ pub unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> Ans
     }
 }
 
-/// Puts the function of this library in the place of the driver's one that cuGetProcAddress has found, and
-/// returns what it has answered.
+/// Replaces the driver's function that cuGetProcAddress has found by this library's, and returns the result
+/// of that call.
 pub fn replaced(result: i32, name: u64, to: u64, version: u32, flags: u64) -> i32 {
     let (name, to) = (name as *const c_char, to as *mut usize);
     if result != 0 || name.is_null() || to.is_null() {

@@ -1,21 +1,8 @@
 //! aarch64.
 
-use core::arch::{asm, global_asm, naked_asm};
+use core::arch::{asm, naked_asm};
 
 use crate::resolve;
-
-// A word of each thread, in the static block of thread-local memory: a preloaded library is there when the
-// program begins.
-global_asm!(
-    ".section .tbss,\"awT\",@nobits",
-    ".balign 8",
-    ".globl firn_cell",
-    ".hidden firn_cell",
-    ".type firn_cell,%object",
-    ".size firn_cell, 8",
-    "firn_cell: .zero 8",
-    ".text",
-);
 
 /// The word of this thread; 0 at first.
 #[inline(always)]

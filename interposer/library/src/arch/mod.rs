@@ -4,4 +4,19 @@
 #[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
 mod this;
 
+use core::arch::global_asm;
+
 pub use this::{cell, set_cell};
+
+// A word of each thread, in the static block of thread-local memory: a preloaded library is there when the
+// program begins.
+global_asm!(
+    ".section .tbss,\"awT\",@nobits",
+    ".balign 8",
+    ".globl firn_cell",
+    ".hidden firn_cell",
+    ".type firn_cell,%object",
+    ".size firn_cell, 8",
+    "firn_cell: .zero 8",
+    ".text",
+);
