@@ -41,6 +41,21 @@ impl Slot {
             row: AtomicU32::new(0),
         }
     }
+
+    /// Whether no thread has it: as in a forked child, which finds it empty.
+    #[inline]
+    pub fn is_free(&self) -> bool {
+        self.tid.load(Ordering::Relaxed) == 0
+    }
+
+    /// Leaves a call.
+    #[inline]
+    pub fn leave(&self) {
+        let depth = self.depth.load(Ordering::Relaxed);
+        if depth & CALLS != 0 {
+            self.depth.store(depth.wrapping_sub(1), Ordering::Release);
+        }
+    }
 }
 
 /// Of a depth: the calls. They are fewer than the stack has room for.
@@ -53,50 +68,76 @@ const ASKING: u32 = 1 << 31;
 const SHUT: u32 = 1;
 /// Set if membarrier cannot be used.
 const FENCED: u32 = 2;
+/// Set once a thread has entered without a slot.
+const UNSEEN: u32 = 4;
 
-/// A gate, and the slots of those who pass it.
+/// A gate, and the slots of those who pass it. Of zero bytes it is one that is open.
 #[derive(Debug)]
-pub struct Gate<S> {
+#[repr(C)]
+pub struct Gate<S: ?Sized> {
     state: AtomicU32,
+    /// Slots from the first on that a thread has, or has had.
+    used: AtomicU32,
     slots: S,
 }
 
 impl<S> Gate<S> {
-    /// A gate that is open, whose passages have fences until [`Self::register`].
+    /// A gate that is open.
     pub const fn new(slots: S) -> Self {
         Self {
-            state: AtomicU32::new(FENCED),
+            state: AtomicU32::new(0),
+            used: AtomicU32::new(0),
             slots,
-        }
-    }
-
-    /// Makes passages cheap, where the kernel has membarrier and the process may use it.
-    pub fn register(&self) {
-        if membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok() {
-            self.state.fetch_and(!FENCED, Ordering::SeqCst);
         }
     }
 }
 
-impl<S: AsRef<[Slot]>> Gate<S> {
-    /// Takes a slot for a thread: a free one, or that of a thread that is gone. None: all are in use.
+impl<S: AsRef<[Slot]> + ?Sized> Gate<S> {
+    /// A slot for a thread, which calls this before it enters for the first time: a free one, or that of a
+    /// thread that is gone. None: all are in use.
     pub fn take_slot(&self, tid: u32, is_gone: impl Fn(u32) -> bool) -> Option<&Slot> {
-        let slots = self.slots.as_ref();
+        if membarrier(MembarrierCommand::RegisterPrivateExpedited).is_err() {
+            self.state.fetch_or(FENCED, Ordering::SeqCst);
+        }
+        let take = |slot: &&Slot| {
+            let owner = slot.tid.load(Ordering::Relaxed);
+            let is_free = owner == 0 || is_gone(owner);
+            let take = || {
+                slot.tid
+                    .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed)
+            };
+            is_free && take().is_ok()
+        };
         // One that had this number before may have ended inside of a call.
-        let former = slots.iter().find(|slot| slot.tid.load(Ordering::Relaxed) == tid);
-        let slot = former.or_else(|| {
-            slots.iter().find(|slot| {
-                let owner = slot.tid.load(Ordering::Relaxed);
-                let is_free = owner == 0 || is_gone(owner);
-                let take = || {
-                    slot.tid
-                        .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed)
-                };
-                is_free && take().is_ok()
-            })
-        })?;
+        let mut used = self.used();
+        let former = used.find(|slot| slot.tid.load(Ordering::Relaxed) == tid);
+        let mut all = self.slots.as_ref().iter().enumerate();
+        let taken = former.or_else(|| {
+            let (index, slot) = all.find(|(_, slot)| take(slot))?;
+            let end = u32::try_from(index).ok()?.checked_add(1)?;
+            self.used.fetch_max(end, Ordering::SeqCst);
+            Some(slot)
+        });
+        let slot = taken?;
         slot.depth.store(0, Ordering::Release);
         Some(slot)
+    }
+
+    /// Enters a call without a slot, once the gate is open. It cannot be shut from then on.
+    #[cold]
+    pub fn enter_unseen(&self) {
+        loop {
+            let before = self.state.fetch_or(UNSEEN, Ordering::SeqCst);
+            if before & SHUT == 0 {
+                return;
+            }
+            let _ = futex::wait(&self.state, futex::Flags::PRIVATE, before | UNSEEN, None);
+        }
+    }
+
+    fn used(&self) -> impl Iterator<Item = &Slot> {
+        let used = self.used.load(Ordering::Acquire) as usize;
+        self.slots.as_ref().iter().take(used)
     }
 
     /// Enters a call, once the gate is open. A call inside of another one enters at once.
@@ -136,34 +177,32 @@ impl<S: AsRef<[Slot]>> Gate<S> {
         }
     }
 
-    /// Leaves a call.
-    #[inline]
-    pub fn leave(&self, slot: &Slot) {
-        let depth = slot.depth.load(Ordering::Relaxed);
-        if depth & CALLS != 0 {
-            slot.depth.store(depth.wrapping_sub(1), Ordering::Release);
-        }
-    }
-
     /// Shuts the gate. From its return on no thread enters from outside of the driver; those inside are
     /// [`Self::busy`].
     ///
     /// # Errors
-    /// Those of membarrier: the gate is as before.
+    /// Those of membarrier, and EUSERS after [`Self::enter_unseen`]: the gate is as before.
     pub fn shut(&self) -> Result<(), Errno> {
         let before = self.state.fetch_or(SHUT, Ordering::SeqCst);
+        self.order(before).inspect_err(|_| {
+            if before & SHUT == 0 {
+                self.open();
+            }
+        })
+    }
+
+    /// Returns once each thread sees the gate shut, or is seen. `before`: the state that it had.
+    fn order(&self, before: u32) -> Result<(), Errno> {
+        if before & UNSEEN != 0 {
+            return Err(Errno::USERS);
+        }
         if before & FENCED != 0 {
             fence(Ordering::SeqCst);
             return Ok(());
         }
         // Once more, since CRIU may have restored the process without it.
-        let ordered = membarrier(MembarrierCommand::RegisterPrivateExpedited)
-            .and_then(|()| membarrier(MembarrierCommand::PrivateExpedited));
-        ordered.inspect_err(|_| {
-            if before & SHUT == 0 {
-                self.open();
-            }
-        })
+        membarrier(MembarrierCommand::RegisterPrivateExpedited)?;
+        membarrier(MembarrierCommand::PrivateExpedited)
     }
 
     /// Opens the gate.
@@ -176,7 +215,7 @@ impl<S: AsRef<[Slot]>> Gate<S> {
     /// The threads that are inside, ask at this moment, or have ended inside: to be looked at again until
     /// there is none.
     pub fn busy(&self) -> impl Iterator<Item = Busy> {
-        self.slots.as_ref().iter().filter_map(|slot| {
+        self.used().filter_map(|slot| {
             let is_inside = slot.depth.load(Ordering::Acquire) != 0;
             is_inside.then(|| Busy {
                 tid: slot.tid.load(Ordering::Relaxed),

@@ -5,21 +5,15 @@
 )]
 
 use std::collections::BTreeSet;
+use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use tempfile::TempDir;
 
-/// What it takes of the program's C library: every one has these.
-const TAKEN: [&str; 7] = [
-    "bcmp",
-    "dl_iterate_phdr",
-    "memcmp",
-    "memcpy",
-    "memmove",
-    "memset",
-    "strlen",
-];
+/// What it takes of the loader, where it is there: the lists of objects of glibc and musl. Functions of these
+/// names could be the program's.
+const TAKEN: [&str; 2] = ["w _dl_debug_addr", "w _r_debug"];
 
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap();
@@ -44,47 +38,51 @@ fn library() -> PathBuf {
     target.join("release/libfirn_cuda.so").canonicalize().unwrap()
 }
 
-/// The driver and the program of the fixtures.
+/// The driver, the programs and the other library of the fixtures.
 fn fixtures() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
-    for (source, kind, made) in [
-        ("driver.rs", "cdylib", "libcuda.so.1"),
-        ("program.rs", "bin", "program"),
-    ] {
-        let mut rustc = Command::new(Path::new(env!("CARGO")).with_file_name("rustc"));
-        rustc
-            .args([
-                "--edition",
-                "2024",
-                "--crate-type",
-                kind,
-                "--crate-name",
-                "made",
-                "-o",
-            ])
-            .arg(dir.path().join(made))
-            .arg(sources.join(source));
-        run(&mut rustc);
-    }
+    let driver = compiled(
+        dir.path(),
+        "driver.rs",
+        "libcuda.so.1",
+        &["--crate-type", "cdylib"],
+    );
+    compiled(dir.path(), "other.rs", "libother.so", &["--crate-type", "cdylib"]);
+    compiled(dir.path(), "program.rs", "program", &[]);
+    let linked = format!("-Clink-arg={}", driver.display());
+    compiled(dir.path(), "linked.rs", "linked", &[&linked]);
     dir
 }
 
-/// What the program prints, in lines.
-fn printed(fixtures: &Path, library: Option<&Path>, arguments: &[&str]) -> Vec<String> {
-    let mut program = Command::new(fixtures.join("program"));
-    program.args(arguments).env("LD_LIBRARY_PATH", fixtures);
-    if let Some(library) = library {
-        program.env("LD_PRELOAD", library);
+fn compiled(dir: &Path, source: &str, made: &str, arguments: &[&str]) -> PathBuf {
+    let made = dir.join(made);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(source);
+    let mut rustc = Command::new(Path::new(env!("CARGO")).with_file_name("rustc"));
+    rustc.args(["--edition", "2024", "--crate-name", "made", "-o"]);
+    run(rustc.arg(&made).arg(source).args(arguments));
+    made
+}
+
+/// What a program prints behind these libraries, in lines.
+fn printed(program: &Path, libraries: &[&Path], arguments: &[&str]) -> Vec<String> {
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", program.parent().unwrap());
+    if !libraries.is_empty() {
+        command.env("LD_PRELOAD", env::join_paths(libraries).unwrap());
     }
-    run(&mut program).lines().map(str::to_owned).collect()
+    run(&mut command).lines().map(str::to_owned).collect()
 }
 
 #[test]
 fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
     let (library, fixtures) = (library(), fixtures());
-    let without = printed(fixtures.path(), None, &[]);
-    let with = printed(fixtures.path(), Some(&library), &[]);
+    let program = fixtures.path().join("program");
+    let without = printed(&program, &[], &[]);
+    let with = printed(&program, &[&library], &[]);
     let driver = |line: &String| line.replace("libfirn_cuda.so", "libcuda.so.1");
     // Which functions of libcuda are the library's for the program.
     let replaced: BTreeSet<&str> = with
@@ -113,9 +111,41 @@ fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
 #[test]
 fn without_a_driver_a_program_finds_none() {
     let (library, fixtures) = (library(), fixtures());
-    let with = printed(fixtures.path(), Some(&library), &["without"]);
+    let program = fixtures.path().join("program");
+    let with = printed(&program, &[&library], &["without"]);
     assert_eq!(with[0], "dlsym \"cuInit\": null, an error");
-    assert_eq!(with[..3], printed(fixtures.path(), None, &["without"])[..3]);
+    assert_eq!(with[..3], printed(&program, &[], &["without"])[..3]);
+}
+
+#[test]
+fn a_program_that_is_linked_with_the_driver_gets_it() {
+    let (library, fixtures) = (library(), fixtures());
+    let program = fixtures.path().join("linked");
+    let without = printed(&program, &[], &[]);
+    assert_eq!(without.last().unwrap(), "child: 0x800", "{without:?}");
+    assert_eq!(printed(&program, &[&library], &[]), without);
+}
+
+#[test]
+fn another_library_before_the_driver_is_called_as_without_it() {
+    let (library, fixtures) = (library(), fixtures());
+    let other = fixtures.path().join("libother.so");
+    for program in ["linked", "program"] {
+        let program = fixtures.path().join(program);
+        // Whose a function is differs, and what the global scope has of one that nobody called.
+        let lines = |libraries: &[&Path]| -> Vec<String> {
+            let lines = printed(&program, libraries, &[]).into_iter();
+            let lines = lines.filter(|line| !line.starts_with("dlsym \"cuInit\""));
+            lines
+                .map(|line| line.split(" in lib").next().unwrap().to_owned())
+                .collect()
+        };
+        let without = lines(&[&other]);
+        let is_other = |line: &&String| line.starts_with("other: cuMemAlloc_v2");
+        assert_eq!(without.iter().filter(is_other).count(), 1, "{without:?}");
+        assert_eq!(lines(&[&library, &other]), without, "{program:?}");
+        assert_eq!(lines(&[&other, &library]), without, "{program:?}");
+    }
 }
 
 #[test]
@@ -143,17 +173,10 @@ fn other_programs_are_as_without_it() {
 #[test]
 fn every_c_library_can_load_it_and_nothing_in_it_panics() {
     let library = library();
-    let undefined = run(Command::new("nm").args(["-D", "--undefined-only"]).arg(&library));
-    let undefined: BTreeSet<&str> = undefined
-        .lines()
-        .filter_map(|line| line.trim().strip_prefix("U "))
-        .collect();
     // A symbol with a version has it behind an `@`; `firn_cuda_panics` is what a panic would call.
-    let more: Vec<_> = undefined.iter().filter(|name| !TAKEN.contains(name)).collect();
-    assert!(
-        more.is_empty() && undefined.contains("dl_iterate_phdr"),
-        "{undefined:?}"
-    );
+    let undefined = run(Command::new("nm").args(["-D", "--undefined-only"]).arg(&library));
+    let undefined: BTreeSet<&str> = undefined.lines().map(str::trim).collect();
+    assert_eq!(undefined, TAKEN.into());
     // Another object's function of the same name is not taken for its own.
     let relocations = run(Command::new("readelf").arg("-rW").arg(&library));
     assert!(

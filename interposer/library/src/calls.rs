@@ -3,17 +3,12 @@
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 use firn_interposer::facts::ROWS;
-use firn_interposer::gate::{Gate, Slot};
+use firn_interposer::gate::Slot;
 use rustix::io::Errno;
 use rustix::process::getpgid;
 use rustix::thread::{Pid, gettid};
 
-use crate::{arch, resolve};
-
-/// Threads with a slot of their own. More are not seen at the gate.
-const THREADS: usize = 1024;
-
-static GATE: Gate<[Slot; THREADS]> = Gate::new([const { Slot::new() }; THREADS]);
+use crate::{arch, area, resolve};
 
 /// The driver's functions, by the index of their rows; 0: not looked for yet.
 static REAL: [AtomicUsize; ROWS.len()] = [const { AtomicUsize::new(0) }; ROWS.len()];
@@ -59,7 +54,9 @@ macro_rules! wrapper {
                 let real: unsafe extern "C" fn($($kind),*) -> i32 = core::mem::transmute(real);
                 real($($argument),*)
             };
-            GATE.leave(slot);
+            if let Some(slot) = slot {
+                slot.leave();
+            }
             after!($symbol, answer, $($argument),*)
         }
     };
@@ -89,41 +86,46 @@ pub use all::WRAPPERS;
 
 /// Enters a call: the driver's function, and the slot of this thread. None: the driver does not have it.
 #[inline(always)]
-fn enter(row: usize) -> Option<(usize, &'static Slot)> {
+fn enter(row: usize) -> Option<(usize, Option<&'static Slot>)> {
     let real = REAL.get(row)?.load(Ordering::Relaxed);
-    let (real, slot) = match (real, own_slot()) {
-        (0, _) | (_, None) => first_call(row)?,
-        (real, Some(slot)) => (real, slot),
+    let Some((area, slot)) = area::get().zip(own_slot()).filter(|_| real != 0) else {
+        return enter_first(row);
     };
-    GATE.enter(slot, row as u32);
-    Some((real, slot))
+    area.enter(slot, row as u32);
+    Some((real, Some(slot)))
 }
 
-/// The slot of this thread. None: it has not called yet.
+/// The slot of this thread. None: it has not called yet, or not in this process.
 #[inline(always)]
 fn own_slot() -> Option<&'static Slot> {
-    // SAFETY: the word of a thread is 0, or the address of a static slot.
-    unsafe { (arch::cell() as *const Slot).as_ref() }
+    // SAFETY: the word of a thread is 0, or the address of a slot, which stays.
+    let slot = unsafe { (arch::cell() as *const Slot).as_ref() };
+    slot.filter(|slot| !slot.is_free())
 }
 
-/// Those of threads beyond [`THREADS`].
-static OTHERS: Slot = Slot::new();
-
+/// The first call of a thread, or of a function. A thread enters without a slot where there is none for it.
 #[cold]
 #[inline(never)]
-fn first_call(row: usize) -> Option<(usize, &'static Slot)> {
+fn enter_first(row: usize) -> Option<(usize, Option<&'static Slot>)> {
     let known = REAL.get(row)?;
     if known.load(Ordering::Relaxed) == 0 {
         known.store(resolve::exported(row)?, Ordering::Relaxed);
     }
-    let slot = own_slot().unwrap_or_else(|| {
-        GATE.register();
+    let real = known.load(Ordering::Relaxed);
+    let Some(area) = area::get().or_else(area::make) else {
+        return Some((real, None));
+    };
+    let slot = own_slot().or_else(|| {
         let tid = gettid().as_raw_nonzero().get().unsigned_abs();
-        let slot = GATE.take_slot(tid, is_gone).unwrap_or(&OTHERS);
+        let slot = area.take_slot(tid, is_gone)?;
         arch::set_cell(core::ptr::from_ref(slot) as usize);
-        slot
+        Some(slot)
     });
-    Some((known.load(Ordering::Relaxed), slot))
+    match slot {
+        Some(slot) => area.enter(slot, row as u32),
+        None => area.enter_unseen(),
+    }
+    Some((real, slot))
 }
 
 /// Whether a thread has ended. One of another process that has got its number counts as it.

@@ -2,9 +2,27 @@
 
 use core::cell::UnsafeCell;
 use core::ffi::{CStr, c_char, c_int, c_void};
-use core::mem::MaybeUninit;
-use core::ptr;
+use core::mem::{MaybeUninit, transmute};
 use core::sync::atomic::{AtomicU8, Ordering};
+use core::{iter, ptr};
+
+use crate::arch;
+
+/// What the loader keeps for debuggers.
+#[repr(C)]
+pub struct Debug {
+    version: c_int,
+    first: *const Loaded,
+}
+
+/// An object in the loader's list.
+#[repr(C)]
+struct Loaded {
+    base: usize,
+    name: *const c_char,
+    dynamic: *const Entry,
+    next: *const Loaded,
+}
 
 /// Of the program headers that `dl_iterate_phdr` shows.
 #[repr(C)]
@@ -45,12 +63,8 @@ struct Symbol {
 }
 
 type Callback = unsafe extern "C" fn(*const Listed, usize, *mut c_void) -> c_int;
+type Iterate = unsafe extern "C" fn(Callback, *mut c_void) -> c_int;
 
-unsafe extern "C" {
-    fn dl_iterate_phdr(callback: Callback, data: *mut c_void) -> c_int;
-}
-
-const LOADED: u32 = 1;
 const DYNAMIC: u32 = 2;
 const END: i64 = 0;
 const STRINGS: i64 = 5;
@@ -62,8 +76,6 @@ const FUNCTION: u8 = 2;
 #[derive(Clone, Copy)]
 pub struct Object {
     base: usize,
-    begin: usize,
-    end: usize,
     name: *const c_char,
     strings: *const c_char,
     symbols: *const Symbol,
@@ -106,6 +118,33 @@ impl Known {
     }
 }
 
+/// The loaded objects, in the order in which the loader has come to them. Those of the program's begin come
+/// first and stay; who looks further does so while others load and unload.
+fn listed() -> impl Iterator<Item = Object> {
+    // SAFETY: the loader's list ends with null.
+    let first = arch::debug().and_then(|debug| unsafe { debug.first.as_ref() });
+    // SAFETY: as above.
+    let loaded = iter::successors(first, |loaded| unsafe { loaded.next.as_ref() });
+    // SAFETY: the loader describes its objects.
+    loaded.filter_map(|loaded| unsafe { Object::of(loaded.base, loaded.name, loaded.dynamic) })
+}
+
+/// The first object after this library that exports a function, and that function: what the program would
+/// have without this library.
+pub fn next(name: &[u8]) -> Option<(Object, usize)> {
+    let others = listed().skip_while(|object| !object.is_own()).skip(1);
+    others
+        .filter_map(|object| Some((object, object.function(name)?)))
+        .next()
+}
+
+/// A function of the C library.
+pub fn of_libc(name: &[u8]) -> Option<usize> {
+    listed()
+        .filter(Object::is_libc)
+        .find_map(|object| object.function(name))
+}
+
 /// The first loaded object for which `wanted` returns something, and what that is.
 pub fn first<T, F: FnMut(&Object) -> Option<T>>(wanted: F) -> Option<T> {
     struct Search<T, F>(F, Option<T>);
@@ -118,55 +157,57 @@ pub fn first<T, F: FnMut(&Object) -> Option<T>>(wanted: F) -> Option<T> {
         // SAFETY: the C library shows a valid object, and `data` is the search below.
         let (shown, search) = unsafe { (&*shown, &mut *data.cast::<Search<T, F>>()) };
         // SAFETY: as shown by the C library.
-        if let Some(object) = unsafe { Object::of(shown) } {
-            search.1 = (search.0)(&object);
-        }
+        let object = unsafe { Object::of(shown.base, shown.name, shown.dynamic()) };
+        search.1 = object.and_then(|object| (search.0)(&object));
         search.1.is_some().into()
     }
 
+    let iterate = of_libc(b"dl_iterate_phdr")?;
     let mut search = Search(wanted, None);
-    // SAFETY: the callback gets the search that it expects, which outlives the call.
-    unsafe { dl_iterate_phdr(look::<T, F>, (&raw mut search).cast()) };
+    // SAFETY: it is the C library's function, and the callback gets the search, which outlives the call.
+    unsafe {
+        let iterate = transmute::<usize, Iterate>(iterate);
+        iterate(look::<T, F>, (&raw mut search).cast());
+    }
     search.1
+}
+
+impl Listed {
+    /// # Safety
+    /// The C library shows it.
+    unsafe fn dynamic(&self) -> *const Entry {
+        let headers = 0..usize::from(self.count);
+        // SAFETY: there are `count` headers.
+        let mut headers = headers.map(|index| unsafe { &*self.headers.add(index) });
+        let dynamic = headers.find(|header| header.kind == DYNAMIC);
+        dynamic.map_or(ptr::null(), |header| {
+            self.base.wrapping_add(header.address as usize) as *const Entry
+        })
+    }
 }
 
 impl Object {
     /// # Safety
-    /// The object is loaded, and `shown` describes it.
-    unsafe fn of(shown: &Listed) -> Option<Self> {
+    /// The object is loaded, and these are its.
+    unsafe fn of(base: usize, name: *const c_char, dynamic: *const Entry) -> Option<Self> {
+        if dynamic.is_null() {
+            return None;
+        }
         let mut object = Self {
-            base: shown.base,
-            begin: usize::MAX,
-            end: 0,
-            name: shown.name,
+            base,
+            name,
             strings: ptr::null(),
             symbols: ptr::null(),
             hash: ptr::null(),
         };
-        let mut entry: *const Entry = ptr::null();
-        for index in 0..usize::from(shown.count) {
-            // SAFETY: there are `count` headers.
-            let header = unsafe { &*shown.headers.add(index) };
-            let begin = shown.base.wrapping_add(header.address as usize);
-            match header.kind {
-                LOADED => {
-                    object.begin = object.begin.min(begin);
-                    object.end = object.end.max(begin.wrapping_add(header.memory_size as usize));
-                }
-                DYNAMIC => entry = begin as *const Entry,
-                _ => {}
-            }
-        }
-        if entry.is_null() {
-            return None;
-        }
+        let mut entry = dynamic;
         // SAFETY: the dynamic section ends with an entry of tag 0.
         while unsafe { (*entry).tag } != END {
             // SAFETY: as above.
             let Entry { tag, value } = unsafe { &*entry };
             // glibc has replaced offsets by addresses here, musl has not.
-            let at = if *value < object.begin {
-                value.wrapping_add(shown.base)
+            let at = if *value < base {
+                value.wrapping_add(base)
             } else {
                 *value
             };
@@ -188,9 +229,15 @@ impl Object {
         self.name
     }
 
-    /// Whether an address is in it.
-    pub fn contains(&self, address: usize) -> bool {
-        (self.begin..self.end).contains(&address)
+    /// Whether it is this library.
+    fn is_own(&self) -> bool {
+        self.function(b"dlsym") == Some(arch::dlsym as *const () as usize)
+    }
+
+    /// Whether it is the C library, or the part of it that loads objects.
+    pub fn is_libc(&self) -> bool {
+        let names: [&[u8]; 4] = [b"libc.so", b"libdl.so", b"ld-musl-", b"libc.musl-"];
+        names.iter().any(|name| self.name().starts_with(name))
     }
 
     /// The name of its file, without directories.

@@ -4,11 +4,13 @@
 //! in libcuda where the program is linked with it, by `dlsym` or by cuGetProcAddress where it asks for it.
 //! What the table of facts lacks passes untouched. Nothing runs before the program's first call.
 //!
-//! It is loaded into programs of every C library, also those that never use a GPU: it has no standard library
-//! and does not panic. From the C library it takes a few functions that each of them has.
+//! It is loaded into programs of every C library, also those that never use a GPU: it has no standard
+//! library, does not panic, and imports no function, since a program may have its own by that name. It looks
+//! for the C library's when the program first calls the driver.
 #![no_std]
 
 mod arch;
+mod area;
 mod calls;
 mod elf;
 mod resolve;

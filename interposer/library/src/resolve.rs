@@ -1,6 +1,7 @@
 //! From a name to the driver's function, and to what stands before it.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
+use core::mem::transmute;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 use firn_interposer::facts::{self, ROWS, Stream};
@@ -18,8 +19,12 @@ const RTLD_NOW: c_int = 2;
 /// The flag of cuGetProcAddress for functions that take the thread's own default stream.
 const PER_THREAD: u64 = 2;
 
-/// The C library's `dlsym`; 0: not looked for yet.
+/// The `dlsym` that the program would have without this library; 0: not looked for yet.
 static DLSYM: AtomicUsize = AtomicUsize::new(0);
+
+/// What has that `dlsym`, if it is not the C library: another library that stands before libcuda. The
+/// driver's functions that it exports are called instead of the driver's, as without this library.
+static OTHER: Known = Known::new();
 
 static DRIVER: Known = Known::new();
 
@@ -40,43 +45,41 @@ pub fn has_driver() -> bool {
 
 /// Loads an object, or takes a reference on one that is loaded. None: the C library cannot.
 fn open(file: *const c_char) -> Option<()> {
-    let dlopen = of_libc(b"dlopen")?;
+    let dlopen = elf::of_libc(b"dlopen")?;
     // SAFETY: it is the C library's function, and `file` is a string.
-    let opened = unsafe {
-        let dlopen = core::mem::transmute::<usize, Dlopen>(dlopen);
-        dlopen(file, RTLD_NOW)
-    };
+    let opened = unsafe { transmute::<usize, Dlopen>(dlopen)(file, RTLD_NOW) };
     (!opened.is_null()).then_some(())
 }
 
-/// A function of the C library, or of the part of it that has loaded this library.
-fn of_libc(name: &[u8]) -> Option<usize> {
-    elf::first(|object| {
-        // This one has some of their names.
-        let is_own = object.contains(of_libc as *const () as usize);
-        if is_own { None } else { object.function(name) }
-    })
+fn next_dlsym() -> Option<Dlsym> {
+    let mut address = DLSYM.load(Ordering::Acquire);
+    if address == 0 {
+        let (object, found) = elf::next(b"dlsym")?;
+        if !object.is_libc() {
+            OTHER.set(object);
+        }
+        DLSYM.store(found, Ordering::Release);
+        address = found;
+    }
+    // SAFETY: it is a function of this name.
+    Some(unsafe { transmute::<usize, Dlsym>(address) })
 }
 
-fn libc_dlsym() -> Option<Dlsym> {
-    let known = DLSYM.load(Ordering::Relaxed);
-    let address = if known == 0 { of_libc(b"dlsym")? } else { known };
-    DLSYM.store(address, Ordering::Relaxed);
-    // SAFETY: it is the C library's function.
-    Some(unsafe { core::mem::transmute::<usize, Dlsym>(address) })
-}
-
-/// The driver's function of a row, where libcuda is loaded and has it.
+/// The function of a row that the program would call, where libcuda is loaded and has it.
 fn loaded(row: usize) -> Option<usize> {
-    driver()?.function(ROWS.get(row)?.symbol.as_bytes())
+    let symbol = ROWS.get(row)?.symbol.as_bytes();
+    let real = driver()?.function(symbol)?;
+    next_dlsym()?;
+    let other = OTHER.get().and_then(|other| other.function(symbol));
+    Some(other.unwrap_or(real))
 }
 
-/// The driver's function of a row. It loads libcuda if the program has not.
+/// As [`loaded`]. It loads libcuda if the program has not.
 pub fn exported(row: usize) -> Option<usize> {
-    loaded(row).or_else(|| {
+    if !has_driver() {
         open(c"libcuda.so.1".as_ptr())?;
-        loaded(row)
-    })
+    }
+    loaded(row)
 }
 
 /// What `dlsym` does: `jump` is where it continues with its arguments; else it returns `answer`.
@@ -95,7 +98,7 @@ pub unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> Ans
         answer: core::ptr::null_mut(),
         jump: core::ptr::null(),
     };
-    let Some(real) = libc_dlsym() else {
+    let Some(real) = next_dlsym() else {
         return null;
     };
     let untouched = Answer {

@@ -1,8 +1,53 @@
 //! aarch64.
 
-use core::arch::{asm, naked_asm};
+use core::arch::{asm, global_asm, naked_asm};
 
+use crate::elf::Debug;
 use crate::resolve;
+
+// Of the functions that the compiler calls: the program may have others by these names.
+global_asm!(
+    ".hidden bcmp, memcmp, strlen",
+    ".globl bcmp, memcmp, strlen",
+    ".type bcmp,%function",
+    ".type memcmp,%function",
+    ".type strlen,%function",
+    "bcmp:",
+    "memcmp: mov x3, x0",
+    "mov w0, wzr",
+    "2: cbz x2, 3f",
+    "ldrb w0, [x3], #1",
+    "ldrb w4, [x1], #1",
+    "sub x2, x2, #1",
+    "subs w0, w0, w4",
+    "b.eq 2b",
+    "3: ret",
+    "strlen: mov x1, x0",
+    "2: ldrb w2, [x1], #1",
+    "cbnz w2, 2b",
+    "sub x0, x1, x0",
+    "sub x0, x0, #1",
+    "ret",
+);
+
+/// Where glibc and musl keep what is for debuggers; null for the one that is not there.
+pub fn debuggers() -> (*const Debug, *const *const Debug) {
+    let (gnu, musl);
+    // SAFETY: it reads two words that the loader has written.
+    unsafe {
+        asm!(
+            ".weak _r_debug, _dl_debug_addr",
+            "adrp {gnu}, :got:_r_debug",
+            "ldr {gnu}, [{gnu}, :got_lo12:_r_debug]",
+            "adrp {musl}, :got:_dl_debug_addr",
+            "ldr {musl}, [{musl}, :got_lo12:_dl_debug_addr]",
+            gnu = out(reg) gnu,
+            musl = out(reg) musl,
+            options(nostack, readonly, preserves_flags),
+        );
+    }
+    (gnu, musl)
+}
 
 /// The word of this thread; 0 at first.
 #[inline(always)]
@@ -50,18 +95,24 @@ pub fn set_cell(value: usize) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dlsym() {
     naked_asm!(
+        ".cfi_startproc",
         "bti c",
         "stp x0, x1, [sp, #-32]!",
         "str x30, [sp, #16]",
+        ".cfi_adjust_cfa_offset 32",
+        ".cfi_offset x30, -16",
         "bl {answer}",
         "mov x16, x1",
         "mov x17, x0",
         "ldr x30, [sp, #16]",
         "ldp x0, x1, [sp], #32",
+        ".cfi_adjust_cfa_offset -32",
+        ".cfi_restore x30",
         "cbz x16, 2f",
         "br x16",
         "2: mov x0, x17",
         "ret",
+        ".cfi_endproc",
         answer = sym resolve::answer,
     )
 }

@@ -6,7 +6,9 @@ mod this;
 
 use core::arch::global_asm;
 
-pub use this::{cell, set_cell};
+use crate::elf::Debug;
+
+pub use this::{cell, dlsym, set_cell};
 
 // A word of each thread, in the static block of thread-local memory: a preloaded library is there when the
 // program begins.
@@ -20,3 +22,10 @@ global_asm!(
     "firn_cell: .zero 8",
     ".text",
 );
+
+/// What the loader keeps for debuggers. None: it is one that keeps nothing.
+pub fn debug() -> Option<&'static Debug> {
+    let (gnu, musl) = this::debuggers();
+    // SAFETY: glibc's is the structure itself, musl's a pointer to it. The loader has made both.
+    unsafe { gnu.as_ref().or_else(|| musl.as_ref()?.as_ref()) }
+}

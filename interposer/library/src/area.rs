@@ -1,0 +1,63 @@
+//! Memory of this process alone, where its threads meet.
+
+use core::mem::size_of;
+use core::ptr;
+use core::sync::atomic::{AtomicPtr, Ordering};
+
+use firn_interposer::gate::{Gate, Slot};
+use rustix::io::Errno;
+use rustix::mm::{self, Advice, MapFlags, ProtFlags};
+
+/// Threads with a slot of their own. It is less memory than a huge page, and what no thread uses costs none.
+const THREADS: usize = 16_000;
+
+pub type Area = Gate<[Slot; THREADS]>;
+
+/// No area can be had.
+const REFUSED: *mut Area = ptr::without_provenance_mut(1);
+
+static AREA: AtomicPtr<Area> = AtomicPtr::new(ptr::null_mut());
+
+/// The area. None: this process has none yet, or cannot have one.
+#[inline(always)]
+pub fn get() -> Option<&'static Area> {
+    let area = AREA.load(Ordering::Acquire);
+    // SAFETY: it is null, or what `make` has mapped, which stays.
+    if area == REFUSED {
+        None
+    } else {
+        unsafe { area.as_ref() }
+    }
+}
+
+/// Makes the area: pages that a forked child finds empty, and in them an open gate that nobody has passed.
+/// None: the kernel does not give them.
+#[cold]
+pub fn make() -> Option<&'static Area> {
+    if AREA.load(Ordering::Acquire).is_null() {
+        let mapped = map();
+        let area = mapped.unwrap_or(REFUSED);
+        let former = AREA.compare_exchange(ptr::null_mut(), area, Ordering::AcqRel, Ordering::Acquire);
+        if former.is_err() && mapped.is_ok() {
+            unmap(area);
+        }
+    }
+    get()
+}
+
+fn map() -> Result<*mut Area, Errno> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping, where the kernel wants it; the advice is for it alone.
+    unsafe {
+        let mapped = mm::mmap_anonymous(ptr::null_mut(), size_of::<Area>(), access, flags)?;
+        mm::madvise(mapped, size_of::<Area>(), Advice::LinuxWipeOnFork)
+            .inspect_err(|_| unmap(mapped.cast()))?;
+        Ok(mapped.cast())
+    }
+}
+
+fn unmap(area: *mut Area) {
+    // SAFETY: nobody else has seen it.
+    let _ = unsafe { mm::munmap(area.cast(), size_of::<Area>()) };
+}
