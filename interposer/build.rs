@@ -10,7 +10,7 @@ const FACTS: &str = "facts/driver-api.tsv";
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed={FACTS}");
     let facts = fs::read_to_string(FACTS)?;
-    let mut rows = String::from("pub static ROWS: &[Row] = &[\n");
+    let (mut rows, mut all) = (String::new(), String::new());
     for line in facts.lines().skip(1) {
         let columns: Vec<&str> = line.split('\t').collect();
         let [symbol, name, since, stream, arguments] = columns[..] else {
@@ -30,13 +30,18 @@ fn main() -> Result<(), Box<dyn Error>> {
             .join(", ");
         writeln!(
             rows,
-            "Row {{ symbol: {symbol:?}, name: {name:?}, since: {since}, stream: Stream::{stream}, \
-             arguments: &[{arguments}] }},"
+            "Row {{ symbol: {symbol:?}, name: {name:?}, since: {since}, stream: Stream::{stream} }},"
         )?;
+        writeln!(all, "&[{arguments}],")?;
     }
-    rows.push_str("];\n");
+    let constants = format!(
+        "/// By symbol, in the order of bytes.\n\
+         pub static ROWS: &[Row] = &[\n{rows}];\n\
+         /// Of the rows, by their index.\n\
+         pub static ARGUMENTS: &[&[Argument]] = &[\n{all}];\n"
+    );
     let out = env::var_os("OUT_DIR").ok_or("there is no OUT_DIR")?;
-    fs::write(PathBuf::from(out).join("rows.rs"), rows)?;
+    fs::write(PathBuf::from(out).join("rows.rs"), constants)?;
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::{env, fs};
 
-const FACTS: &str = "../facts/driver-api.tsv";
+use firn_interposer::facts::{ARGUMENTS, Argument, ROWS};
 
 /// No library of C, no code that runs when it is loaded, and no end before the program's. Its own functions
 /// are its own, whatever else has their names.
@@ -19,19 +19,21 @@ const LINK: [&str; 6] = [
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("cargo::rerun-if-changed={FACTS}");
+    println!("cargo::rerun-if-changed=build.rs");
     let mut calls = String::new();
-    let mut symbols = Vec::new();
-    for (row, line) in fs::read_to_string(FACTS)?.lines().skip(1).enumerate() {
-        let mut columns = line.split('\t');
-        let symbol = columns.next().ok_or("a row has a symbol")?;
-        let arguments = columns.next_back().ok_or("a row has arguments")?;
-        let arguments = arguments.split(' ').filter(|letter| *letter != "-").enumerate();
-        let arguments = arguments.map(|(index, letter)| Ok(format!("a{index}: {}", kind(letter)?)));
-        let arguments = arguments.collect::<Result<Vec<_>, Box<dyn Error>>>()?.join(", ");
-        writeln!(calls, "wrapper!({row}, {symbol}, {arguments});")?;
-        symbols.push(symbol.to_owned());
+    for (row, (facts, arguments)) in ROWS.iter().zip(ARGUMENTS).enumerate() {
+        let arguments = arguments.iter().enumerate();
+        let arguments: Vec<String> = arguments
+            .map(|(index, argument)| format!("a{index}: {}", kind(argument)))
+            .collect();
+        writeln!(
+            calls,
+            "wrapper!({row}, {}, {});",
+            facts.symbol,
+            arguments.join(", ")
+        )?;
     }
+    let symbols: Vec<&str> = ROWS.iter().map(|facts| facts.symbol).collect();
     let count = symbols.len();
     writeln!(
         calls,
@@ -46,17 +48,14 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The type by which an argument of this letter is passed.
-fn kind(letter: &str) -> Result<String, Box<dyn Error>> {
-    Ok(match letter {
-        "i" => "u32".to_owned(),
-        "p" => "u64".to_owned(),
-        "f" => "f32".to_owned(),
+/// The type by which an argument is passed.
+fn kind(argument: &Argument) -> String {
+    match argument {
+        Argument::Integer => "u32".to_owned(),
+        Argument::Pointer => "u64".to_owned(),
+        Argument::Float => "f32".to_owned(),
         // In a register, as a number.
-        "m8" => "u64".to_owned(),
-        _ => {
-            let bytes: usize = letter.strip_prefix('m').ok_or("a letter of facts")?.parse()?;
-            format!("InMemory<{}>", bytes.div_ceil(8))
-        }
-    })
+        Argument::Structure(8) => "u64".to_owned(),
+        Argument::Structure(bytes) => format!("InMemory<{}>", bytes.div_ceil(8)),
+    }
 }

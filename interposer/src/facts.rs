@@ -10,7 +10,6 @@ pub struct Row {
     /// The version of CUDA, as cuda.h counts it, from which cuGetProcAddress answers with it.
     pub since: u32,
     pub stream: Stream,
-    pub arguments: &'static [Argument],
 }
 
 /// What a function takes as the default stream.
@@ -118,7 +117,7 @@ mod tests {
 
     #[test]
     fn arguments_are_those_of_the_headers() {
-        let arguments = |symbol: &str| ROWS[of_symbol(symbol.as_bytes()).unwrap()].arguments;
+        let arguments = |symbol: &str| ARGUMENTS[of_symbol(symbol.as_bytes()).unwrap()];
         use Argument::{Float, Integer, Pointer, Structure};
         assert_eq!(arguments("cuCtxGetId"), [Pointer, Pointer]);
         assert_eq!(

@@ -163,6 +163,7 @@ impl<S: AsRef<[Slot]> + ?Sized> Gate<S> {
 
     /// Asks until the gate is open, in `ASKING`.
     #[cold]
+    #[inline(never)]
     fn ask(&self, slot: &Slot) {
         loop {
             fence(Ordering::SeqCst);

@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use rustix::process::getpgid;
 use rustix::thread::{Pid, gettid};
 
-use crate::{arch, area, resolve};
+use crate::area::{self, Area};
+use crate::{arch, resolve};
 
 /// The driver's functions, by the index of their rows; 0: not looked for yet.
 static REAL: [AtomicUsize; ROWS.len()] = [const { AtomicUsize::new(0) }; ROWS.len()];
@@ -46,15 +47,16 @@ macro_rules! wrapper {
         /// As the driver's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $symbol($($argument: $kind),*) -> i32 {
-            let Some((real, slot)) = enter($row) else {
-                return if resolve::has_driver() { NOT_FOUND } else { NO_DRIVER };
-            };
+            let entered = enter($row);
+            if entered.real == 0 {
+                return absent();
+            }
             // SAFETY: the driver's function has these arguments (facts), and returns a CUresult.
             let answer = unsafe {
-                let real: unsafe extern "C" fn($($kind),*) -> i32 = core::mem::transmute(real);
+                let real: unsafe extern "C" fn($($kind),*) -> i32 = core::mem::transmute(entered.real);
                 real($($argument),*)
             };
-            if let Some(slot) = slot {
+            if let Some(slot) = entered.slot {
                 slot.leave();
             }
             after!($symbol, answer, $($argument),*)
@@ -84,15 +86,26 @@ mod all {
 
 pub use all::WRAPPERS;
 
-/// Enters a call: the driver's function, and the slot of this thread. None: the driver does not have it.
+/// The driver's function, 0 if the driver does not have it, and the slot by which its call was entered.
+#[repr(C)]
+struct Entered {
+    real: usize,
+    slot: Option<&'static Slot>,
+}
+
 #[inline(always)]
-fn enter(row: usize) -> Option<(usize, Option<&'static Slot>)> {
-    let real = REAL.get(row)?.load(Ordering::Relaxed);
+fn enter(row: u32) -> Entered {
+    let real = REAL
+        .get(row as usize)
+        .map_or(0, |real| real.load(Ordering::Relaxed));
     let Some((area, slot)) = area::get().zip(own_slot()).filter(|_| real != 0) else {
         return enter_first(row);
     };
-    area.enter(slot, row as u32);
-    Some((real, Some(slot)))
+    area.enter(slot, row);
+    Entered {
+        real,
+        slot: Some(slot),
+    }
 }
 
 /// The slot of this thread. None: it has not called yet, or not in this process.
@@ -106,15 +119,23 @@ fn own_slot() -> Option<&'static Slot> {
 /// The first call of a thread, or of a function. A thread enters without a slot where there is none for it.
 #[cold]
 #[inline(never)]
-fn enter_first(row: usize) -> Option<(usize, Option<&'static Slot>)> {
+extern "C" fn enter_first(row: u32) -> Entered {
+    let real = real(row as usize).unwrap_or(0);
+    let area = area::get().or_else(area::make).filter(|_| real != 0);
+    let slot = area.and_then(|area| enter_area(area, row));
+    Entered { real, slot }
+}
+
+/// The driver's function of a row.
+fn real(row: usize) -> Option<usize> {
     let known = REAL.get(row)?;
     if known.load(Ordering::Relaxed) == 0 {
         known.store(resolve::exported(row)?, Ordering::Relaxed);
     }
-    let real = known.load(Ordering::Relaxed);
-    let Some(area) = area::get().or_else(area::make) else {
-        return Some((real, None));
-    };
+    Some(known.load(Ordering::Relaxed))
+}
+
+fn enter_area(area: &'static Area, row: u32) -> Option<&'static Slot> {
     let slot = own_slot().or_else(|| {
         let tid = gettid().as_raw_nonzero().get().unsigned_abs();
         let slot = area.take_slot(tid, is_gone)?;
@@ -122,10 +143,21 @@ fn enter_first(row: usize) -> Option<(usize, Option<&'static Slot>)> {
         Some(slot)
     });
     match slot {
-        Some(slot) => area.enter(slot, row as u32),
+        Some(slot) => area.enter(slot, row),
         None => area.enter_unseen(),
     }
-    Some((real, slot))
+    slot
+}
+
+/// The result of a function that there is not.
+#[cold]
+#[inline(never)]
+extern "C" fn absent() -> i32 {
+    if resolve::has_driver() {
+        NOT_FOUND
+    } else {
+        NO_DRIVER
+    }
 }
 
 /// Whether a thread has ended. One of another process that has got its number counts as it.
