@@ -9,5 +9,6 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod abi;
 pub mod facts;
 pub mod gate;

@@ -6,64 +6,16 @@
 
 use std::collections::BTreeSet;
 use std::env;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-use tempfile::TempDir;
+mod common;
+
+use common::{compiled, fixtures, library, run};
 
 /// What it takes of the loader, where it is there: the lists of objects of glibc and musl. Functions of these
 /// names could be the program's.
 const TAKEN: [&str; 2] = ["w _dl_debug_addr", "w _r_debug"];
-
-fn run(command: &mut Command) -> String {
-    let output = command.output().unwrap();
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{command:?}: {}: {error}", output.status);
-    String::from_utf8(output.stdout).unwrap() + &error
-}
-
-/// Builds the library, as a release has it.
-fn library() -> PathBuf {
-    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let target = package.join("../target/interposer");
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo
-        .args(["build", "--quiet", "--release", "--locked", "--manifest-path"])
-        .arg(package.join("library/Cargo.toml"))
-        .arg("--target-dir")
-        .arg(&target)
-        // Clippy's compiler may have made this test: the library is what users get.
-        .env_remove("RUSTC_WORKSPACE_WRAPPER");
-    run(&mut cargo);
-    target.join("release/libfirn_cuda.so").canonicalize().unwrap()
-}
-
-/// The driver, the programs and the other library of the fixtures.
-fn fixtures() -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    let driver = compiled(
-        dir.path(),
-        "driver.rs",
-        "libcuda.so.1",
-        &["--crate-type", "cdylib"],
-    );
-    compiled(dir.path(), "other.rs", "libother.so", &["--crate-type", "cdylib"]);
-    compiled(dir.path(), "program.rs", "program", &[]);
-    let linked = format!("-Clink-arg={}", driver.display());
-    compiled(dir.path(), "linked.rs", "linked", &[&linked]);
-    dir
-}
-
-fn compiled(dir: &Path, source: &str, made: &str, arguments: &[&str]) -> PathBuf {
-    let made = dir.join(made);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures")
-        .join(source);
-    let mut rustc = Command::new(Path::new(env!("CARGO")).with_file_name("rustc"));
-    rustc.args(["--edition", "2024", "--crate-name", "made", "-o"]);
-    run(rustc.arg(&made).arg(source).args(arguments));
-    made
-}
 
 /// What a program prints behind these libraries, in lines.
 fn printed(program: &Path, libraries: &[&Path], arguments: &[&str]) -> Vec<String> {
@@ -79,8 +31,8 @@ fn printed(program: &Path, libraries: &[&Path], arguments: &[&str]) -> Vec<Strin
 
 #[test]
 fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
-    let (library, fixtures) = (library(), fixtures());
-    let program = fixtures.path().join("program");
+    let (library, fixtures) = (library(), fixtures(&[]));
+    let program = compiled(&fixtures, "program", "program", &[]);
     let without = printed(&program, &[], &[]);
     let with = printed(&program, &[&library], &[]);
     let driver = |line: &String| line.replace("libfirn_cuda.so", "libcuda.so.1");
@@ -110,8 +62,8 @@ fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
 
 #[test]
 fn without_a_driver_a_program_finds_none() {
-    let (library, fixtures) = (library(), fixtures());
-    let program = fixtures.path().join("program");
+    let (library, fixtures) = (library(), fixtures(&[]));
+    let program = compiled(&fixtures, "program", "program", &[]);
     let with = printed(&program, &[&library], &["without"]);
     assert_eq!(with[0], "dlsym \"cuInit\": null, an error");
     assert_eq!(with[..3], printed(&program, &[], &["without"])[..3]);
@@ -119,7 +71,7 @@ fn without_a_driver_a_program_finds_none() {
 
 #[test]
 fn a_program_that_is_linked_with_the_driver_gets_it() {
-    let (library, fixtures) = (library(), fixtures());
+    let (library, fixtures) = (library(), fixtures(&["linked"]));
     let program = fixtures.path().join("linked");
     let without = printed(&program, &[], &[]);
     assert_eq!(without.last().unwrap(), "child: 0x800", "{without:?}");
@@ -128,8 +80,9 @@ fn a_program_that_is_linked_with_the_driver_gets_it() {
 
 #[test]
 fn another_library_before_the_driver_is_called_as_without_it() {
-    let (library, fixtures) = (library(), fixtures());
-    let other = fixtures.path().join("libother.so");
+    let (library, fixtures) = (library(), fixtures(&["linked"]));
+    let other = compiled(&fixtures, "other", "libother.so", &["--crate-type", "cdylib"]);
+    compiled(&fixtures, "program", "program", &[]);
     for program in ["linked", "program"] {
         let program = fixtures.path().join(program);
         // Whose a function is differs, and what the global scope has of one that nobody called.

@@ -2,8 +2,9 @@
 
 use core::mem::size_of;
 use core::ptr;
-use core::sync::atomic::{AtomicPtr, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
+use firn_interposer::abi::Beacon;
 use firn_interposer::gate::{Gate, Slot};
 use rustix::io::Errno;
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
@@ -11,12 +12,31 @@ use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 /// Threads with a slot of their own. It is less memory than a huge page, and what no thread uses costs none.
 const THREADS: usize = 16_000;
 
-pub type Area = Gate<[Slot; THREADS]>;
+/// What the threads of a process share. Of zero bytes it is that of a process without contexts.
+#[repr(C)]
+pub struct Area {
+    pub beacon: Beacon,
+    /// Whether a thread has begun to start the library's own one.
+    has_begun: AtomicBool,
+    pub gate: Gate<[Slot; THREADS]>,
+}
+
+impl Area {
+    /// Whether the caller is the first one to ask in this process.
+    pub fn is_first(&self) -> bool {
+        !self.has_begun.load(Ordering::Relaxed) && !self.has_begun.swap(true, Ordering::AcqRel)
+    }
+}
 
 /// No area can be had.
 const REFUSED: *mut Area = ptr::without_provenance_mut(1);
 
-static AREA: AtomicPtr<Area> = AtomicPtr::new(ptr::null_mut());
+/// Where firn finds the area of a process; below 2: it has none. By this name, as the library's own symbol.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals, reason = "as the other exported names")]
+pub static firn_cuda_area: AtomicPtr<Area> = AtomicPtr::new(ptr::null_mut());
+
+static AREA: &AtomicPtr<Area> = &firn_cuda_area;
 
 /// The area. None: this process has none yet, or cannot have one.
 #[inline(always)]

@@ -9,7 +9,7 @@ use rustix::process::getpgid;
 use rustix::thread::{Pid, gettid};
 
 use crate::area::{self, Area};
-use crate::{arch, resolve};
+use crate::{arch, resolve, service};
 
 /// The driver's functions, by the index of their rows; 0: not looked for yet.
 static REAL: [AtomicUsize; ROWS.len()] = [const { AtomicUsize::new(0) }; ROWS.len()];
@@ -69,6 +69,17 @@ macro_rules! after {
     (cuGetProcAddress, $answer:ident, $name:ident, $to:ident, $version:ident, $flags:ident) => {
         resolve::replaced($answer, $name, $to, $version, $flags)
     };
+    (cuCtxCreate, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v2, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v3, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v4, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuDevicePrimaryCtxRetain, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (context, $answer:ident, $($argument:ident),*) => {{
+        if $answer == 0 {
+            service::start();
+        }
+        $answer
+    }};
     (cuGetProcAddress_v2, $answer:ident, $name:ident, $to:ident, $version:ident, $flags:ident, $_:ident) => {
         resolve::replaced($answer, $name, $to, $version, $flags)
     };
@@ -101,7 +112,7 @@ fn enter(row: u32) -> Entered {
     let Some((area, slot)) = area::get().zip(own_slot()).filter(|_| real != 0) else {
         return enter_first(row);
     };
-    area.enter(slot, row);
+    area.gate.enter(slot, row);
     Entered {
         real,
         slot: Some(slot),
@@ -138,13 +149,13 @@ fn real(row: usize) -> Option<usize> {
 fn enter_area(area: &'static Area, row: u32) -> Option<&'static Slot> {
     let slot = own_slot().or_else(|| {
         let tid = gettid().as_raw_nonzero().get().unsigned_abs();
-        let slot = area.take_slot(tid, is_gone)?;
+        let slot = area.gate.take_slot(tid, is_gone)?;
         arch::set_cell(core::ptr::from_ref(slot) as usize);
         Some(slot)
     });
     match slot {
-        Some(slot) => area.enter(slot, row),
-        None => area.enter_unseen(),
+        Some(slot) => area.gate.enter(slot, row),
+        None => area.gate.enter_unseen(),
     }
     slot
 }
@@ -161,7 +172,7 @@ extern "C" fn absent() -> i32 {
 }
 
 /// Whether a thread has ended. One of another process that has got its number counts as it.
-fn is_gone(tid: u32) -> bool {
+pub fn is_gone(tid: u32) -> bool {
     let pid = i32::try_from(tid).ok().and_then(Pid::from_raw);
     pid.is_some_and(|pid| getpgid(Some(pid)) == Err(Errno::SRCH))
 }

@@ -236,7 +236,13 @@ impl Object {
 
     /// Whether it is the C library, or the part of it that loads objects.
     pub fn is_libc(&self) -> bool {
-        let names: [&[u8]; 4] = [b"libc.so", b"libdl.so", b"ld-musl-", b"libc.musl-"];
+        let names: [&[u8]; 5] = [
+            b"libc.so",
+            b"libdl.so",
+            b"libpthread.so",
+            b"ld-musl-",
+            b"libc.musl-",
+        ];
         names.iter().any(|name| self.name().starts_with(name))
     }
 

@@ -14,6 +14,7 @@ mod area;
 mod calls;
 mod elf;
 mod resolve;
+mod service;
 
 use core::panic::PanicInfo;
 

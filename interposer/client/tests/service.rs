@@ -1,0 +1,220 @@
+//! The library's own thread, asked as firn asks it.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a fixture that cannot be started is a test that fails"
+)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use firn_interposer::abi::{Answer, LEASE_SECONDS, Request, VERSION};
+use firn_interposer::facts::{ROWS, of_symbol};
+use firn_interposer_client::{Library, Process};
+use rustix::process::Pid;
+use tempfile::TempDir;
+
+#[path = "../../tests/common/mod.rs"]
+mod common;
+
+/// A program that calls the driver in four threads, behind the library.
+struct Program {
+    _fixtures: TempDir,
+    library: PathBuf,
+    child: Child,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Program {
+    fn start() -> Self {
+        let (library, fixtures) = (common::library(), common::fixtures(&["commanded"]));
+        let mut child = Command::new(fixtures.path().join("commanded"))
+            .env("LD_LIBRARY_PATH", fixtures.path())
+            .env("LD_PRELOAD", &library)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let commands = child.stdin.take().unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let mut program = Self {
+            _fixtures: fixtures,
+            library,
+            child,
+            commands,
+            answers,
+        };
+        assert_eq!(program.answer(), "context: 0");
+        program
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    fn found(&self) -> Option<Process> {
+        Library::read(&self.library).unwrap().process(self.pid()).unwrap()
+    }
+
+    fn process(&self) -> Process {
+        let begun = Instant::now();
+        loop {
+            // Its thread has begun, but may not have shown itself yet.
+            match self.found() {
+                Some(process) => return process,
+                None => assert!(begun.elapsed() < Duration::from_secs(60), "cannot be asked"),
+            }
+            thread::yield_now();
+        }
+    }
+
+    fn answer(&mut self) -> String {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn command(&mut self, command: &str) {
+        writeln!(self.commands, "{command}").unwrap();
+    }
+
+    fn answer_to(&mut self, command: &str) -> String {
+        self.command(command);
+        self.answer()
+    }
+
+    fn calls(&mut self) -> u64 {
+        self.answer_to("count").parse().unwrap()
+    }
+
+    /// Waits until the threads call the driver.
+    fn until_it_calls(&mut self) {
+        let (begun, before) = (Instant::now(), self.calls());
+        while self.calls() < before + 8 {
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "its threads do not call"
+            );
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn row(symbol: &str) -> u32 {
+    u32::try_from(of_symbol(symbol.as_bytes()).unwrap()).unwrap()
+}
+
+#[test]
+fn nobody_calls_the_driver_while_the_gate_is_shut() {
+    let mut program = Program::start();
+    let mut process = program.process();
+    assert_eq!(process.reach.version, VERSION);
+    assert_eq!(process.ask(Request::Hello).unwrap(), Answer::Done);
+    for _ in 0..20 {
+        program.until_it_calls();
+        assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+        // A thread counts after its call: each of the four may do so once more.
+        let before = program.calls();
+        thread::sleep(Duration::from_millis(5));
+        assert!(program.calls() <= before + 4);
+        let paused = program.calls();
+        thread::sleep(Duration::from_millis(5));
+        assert_eq!(program.calls(), paused);
+        // A child has a gate of its own.
+        assert_eq!(program.answer_to("fork"), "7");
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
+    }
+    program.until_it_calls();
+}
+
+#[test]
+fn who_is_inside_is_named_until_it_has_left() {
+    let mut program = Program::start();
+    let mut process = program.process();
+    program.command("sleep");
+    let begun = Instant::now();
+    let busy = loop {
+        match process.ask(Request::Shut { wait: 1 }).unwrap() {
+            Answer::Busy { tid, row } if ROWS[row as usize].symbol == "cuStreamSynchronize" => break tid,
+            _ => process.ask(Request::Open).unwrap(),
+        };
+        assert!(begun.elapsed() < Duration::from_secs(60), "it does not sleep");
+    };
+    assert!(Path::new(&format!("/proc/{}/task/{busy}", program.child.id())).exists());
+    // Those who call all the time are outside, and stay there.
+    let inside = Answer::Busy {
+        tid: busy,
+        row: row("cuStreamSynchronize"),
+    };
+    assert_eq!(process.ask(Request::Shut { wait: 100 }).unwrap(), inside);
+    process.ask(Request::Open).unwrap();
+    program.until_it_calls();
+}
+
+#[test]
+fn a_gate_of_which_nobody_asks_opens() {
+    let mut program = Program::start();
+    let mut process = program.process();
+    assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+    drop(process);
+    let (begun, before) = (Instant::now(), program.calls());
+    while program.calls() < before + 8 {
+        let limit = Duration::from_secs(60) + Duration::from_secs(LEASE_SECONDS.into());
+        assert!(begun.elapsed() < limit, "it stays shut");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_program_that_closes_what_it_does_not_know_goes_on() {
+    for commands in [&["close"][..], &["close", "reuse"]] {
+        let mut program = Program::start();
+        let mut process = program.process();
+        assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+        drop(process);
+        for command in commands {
+            // What the library had is closed, or something else.
+            assert_ne!(program.answer_to(command), "-1");
+        }
+        program.until_it_calls();
+        assert!(program.found().is_none());
+    }
+}
+
+#[test]
+fn a_program_changes_its_user() {
+    let mut program = Program::start();
+    program.process();
+    assert_eq!(program.answer_to("setuid"), "0");
+    assert_eq!(program.process().ask(Request::Hello).unwrap(), Answer::Done);
+}
+
+#[test]
+fn processes_without_the_library_are_not_asked() {
+    let program = Program::start();
+    let library = Library::read(&program.library).unwrap();
+    assert!(library.process(rustix::process::getpid()).unwrap().is_none());
+    // The same name, another file.
+    let other = tempfile::tempdir().unwrap();
+    let copy = other.path().join("libfirn_cuda.so");
+    std::fs::copy(&program.library, &copy).unwrap();
+    assert!(
+        Library::read(&copy)
+            .unwrap()
+            .process(program.pid())
+            .unwrap()
+            .is_none()
+    );
+    let error = Library::read(Path::new("/bin/sh")).unwrap_err();
+    assert_eq!(error.to_string(), "/bin/sh: no symbol firn_cuda_area");
+}

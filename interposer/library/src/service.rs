@@ -1,0 +1,183 @@
+//! The library's own thread in a process: it does what firn asks for.
+//!
+//! It begins when the process makes its first context, and is reached by a socket pair that the process has
+//! with itself: firn takes the far end out of the process, which only those can do who may trace it.
+
+use core::ffi::{c_int, c_void};
+use core::mem::transmute;
+use core::{ptr, time::Duration};
+
+use firn_interposer::abi::{self, Answer, Reach, Request};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+use rustix::thread::{gettid, nanosleep, set_name};
+
+use crate::area::{self, Area};
+use crate::{calls, elf};
+
+type Body = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+type PthreadCreate = unsafe extern "C" fn(*mut usize, *const c_void, Body, *mut c_void) -> c_int;
+type PthreadSigmask = unsafe extern "C" fn(c_int, *const u64, *mut u64) -> c_int;
+
+/// Of `pthread_sigmask`.
+const SETMASK: c_int = 2;
+/// Every signal but those that C libraries have for themselves, from 32 on.
+const SIGNALS: u64 = !(0b111 << 31);
+
+/// Of a descriptor: there is no other number.
+const ENDS: u32 = u32::MAX >> 1;
+
+/// One of the threads inside is looked for so often.
+const LOOK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000,
+};
+
+/// Starts the thread, unless this process has it.
+pub fn start() {
+    if area::get().is_some_and(Area::is_first) {
+        // Without it the process cannot be reached, and is as without the library.
+        let _ = begin();
+    }
+}
+
+fn begin() -> Option<()> {
+    let create = elf::of_libc(b"pthread_create")?;
+    let mask = elf::of_libc(b"pthread_sigmask")?;
+    let flags = SocketFlags::CLOEXEC;
+    let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    let ends = pack(&near, &far);
+    let (mut thread, mut before) = (0, 0);
+    // SAFETY: the C library's functions, called as documented. The thread has its maker's mask.
+    let made = unsafe {
+        let create = transmute::<usize, PthreadCreate>(create);
+        let mask = transmute::<usize, PthreadSigmask>(mask);
+        mask(SETMASK, &SIGNALS, &mut before);
+        let made = create(&mut thread, ptr::null(), serve, ends);
+        mask(SETMASK, &before, ptr::null_mut());
+        made
+    };
+    (made == 0).then(|| {
+        // They are the thread's from now on.
+        let _ = (near.into_raw_fd(), far.into_raw_fd());
+    })
+}
+
+/// Both ends in the word that a thread gets.
+fn pack(near: &OwnedFd, far: &OwnedFd) -> *mut c_void {
+    let [near, far] = [near, far].map(|end| end.as_raw_fd().unsigned_abs() as usize);
+    ptr::without_provenance_mut(near | far << 32)
+}
+
+unsafe extern "C" fn serve(ends: *mut c_void) -> *mut c_void {
+    let ends = ends.addr();
+    let (near, far) = ((ends as u32 & ENDS).cast_signed(), (ends >> 32) as u32);
+    let _ = set_name(c"firn-cuda");
+    if let Some(area) = area::get() {
+        area.beacon.show(Reach {
+            version: abi::VERSION,
+            end: far,
+            thread: gettid().as_raw_nonzero().get().unsigned_abs(),
+        });
+        let mut lease = Lease { area, seconds: 0 };
+        while lease.serve_next(near).is_some() {}
+        area.beacon.hide();
+        area.gate.open();
+    }
+    ptr::null_mut()
+}
+
+/// How long the gate stays shut without a request.
+struct Lease {
+    area: &'static Area,
+    /// Of waiting. Not by a clock: that is another one after a restore.
+    seconds: u32,
+}
+
+impl Lease {
+    /// Waits for a request, and answers it. None: the program has closed what it comes by.
+    fn serve_next(&mut self, near: RawFd) -> Option<()> {
+        // SAFETY: whether it is still the socket is looked at before anything is taken from it.
+        let near = unsafe { BorrowedFd::borrow_raw(near) };
+        let second = Timespec {
+            tv_sec: 1,
+            tv_nsec: 0,
+        };
+        let limit = (self.seconds > 0).then_some(&second);
+        let mut ends = [PollFd::new(&near, PollFlags::IN)];
+        match poll(&mut ends, limit) {
+            Ok(0) | Err(Errno::INTR) => self.pass(),
+            Ok(_) => return self.answer(near),
+            Err(_) => return None,
+        }
+        Some(())
+    }
+
+    /// A second has passed.
+    fn pass(&mut self) {
+        if self.seconds > 0 {
+            self.seconds -= 1;
+            if self.seconds == 0 {
+                self.area.gate.open();
+            }
+        }
+    }
+
+    fn answer(&mut self, near: BorrowedFd<'_>) -> Option<()> {
+        let mut bytes = [0; 64];
+        // The program may have closed the socket and have something else by this number.
+        let looked = recv(near, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        let (_, length) = looked.ok()?;
+        let (number, request) = Request::of(&bytes).filter(|_| length == bytes.len())?;
+        recv(near, &mut bytes, RecvFlags::DONTWAIT).ok()?;
+        let answer = request.map_or(Answer::Unknown, |request| self.act(request));
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        // Nobody may wait for it any more.
+        let _ = send(near, &answer.to_bytes(number), flags);
+        Some(())
+    }
+
+    fn act(&mut self, request: Request) -> Answer {
+        if self.seconds > 0 {
+            self.seconds = abi::LEASE_SECONDS;
+        }
+        match request {
+            Request::Hello => Answer::Done,
+            Request::Open => {
+                self.area.gate.open();
+                self.seconds = 0;
+                Answer::Done
+            }
+            Request::Shut { wait } => self.shut(Duration::from_millis(wait.into())),
+        }
+    }
+
+    fn shut(&mut self, wait: Duration) -> Answer {
+        if let Err(error) = self.area.gate.shut() {
+            let errno = error.raw_os_error().unsigned_abs();
+            return Answer::Failed { errno };
+        }
+        self.seconds = abi::LEASE_SECONDS;
+        let looks = wait.as_micros() / 100;
+        for _ in 0..looks {
+            if self.busy() == Answer::Done {
+                return Answer::Done;
+            }
+            let _ = nanosleep(&LOOK);
+        }
+        self.busy()
+    }
+
+    /// Whether a thread is inside. One that has ended inside is not.
+    fn busy(&self) -> Answer {
+        let mut inside = self.area.gate.busy();
+        inside
+            .find(|busy| !calls::is_gone(busy.tid))
+            .map_or(Answer::Done, |busy| Answer::Busy {
+                tid: busy.tid,
+                row: busy.row,
+            })
+    }
+}
