@@ -20,7 +20,7 @@ const LINK: [&str; 6] = [
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
-    let mut calls = String::new();
+    let (mut calls, mut rows) = (String::new(), String::new());
     for (row, (facts, arguments)) in ROWS.iter().zip(ARGUMENTS).enumerate() {
         let arguments = arguments.iter().enumerate();
         let arguments: Vec<String> = arguments
@@ -33,6 +33,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             arguments.join(", ")
         )?;
     }
+    for (row, facts) in ROWS.iter().enumerate() {
+        writeln!(rows, "pub const {}: usize = {row};", facts.symbol)?;
+    }
     let symbols: Vec<&str> = ROWS.iter().map(|facts| facts.symbol).collect();
     let count = symbols.len();
     writeln!(
@@ -42,6 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     )?;
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("there is no OUT_DIR")?);
     fs::write(out.join("calls.rs"), calls)?;
+    fs::write(out.join("rows.rs"), rows)?;
     for argument in LINK {
         println!("cargo::rustc-link-arg={argument}");
     }

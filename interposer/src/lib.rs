@@ -12,3 +12,5 @@ extern crate std;
 pub mod abi;
 pub mod facts;
 pub mod gate;
+pub mod sorted;
+pub mod table;

@@ -2,15 +2,26 @@
 
 use core::mem::size_of;
 use core::ptr;
-use core::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 use firn_interposer::abi::Beacon;
 use firn_interposer::gate::{Gate, Slot};
+use firn_interposer::table::Table;
 use rustix::io::Errno;
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
-/// Threads with a slot of their own. It is less memory than a huge page, and what no thread uses costs none.
-const THREADS: usize = 16_000;
+use crate::lock::Lock;
+
+/// Threads with a slot of their own.
+const THREADS: usize = 16_384;
+
+/// Pieces of GPU memory that are known, and mappings.
+const PIECES: usize = 65_536;
+
+/// Devices of a process that are known.
+pub const DEVICES: usize = 32;
+
+pub type Memory = Table<PIECES>;
 
 /// What the threads of a process share. Of zero bytes it is that of a process without contexts.
 #[repr(C)]
@@ -18,7 +29,14 @@ pub struct Area {
     pub beacon: Beacon,
     /// Whether a thread has begun to start the library's own one.
     has_begun: AtomicBool,
+    /// What each device can do; 0: not asked yet.
+    pub abilities: [AtomicU32; DEVICES],
+    /// For each device, a bit for each one whose contexts may access its allocations.
+    pub peers: [AtomicU32; DEVICES],
+    /// For each device, its primary context.
+    pub primary: [AtomicU64; DEVICES],
     pub gate: Gate<[Slot; THREADS]>,
+    pub memory: Lock<Memory>,
 }
 
 impl Area {
@@ -73,6 +91,8 @@ fn map() -> Result<*mut Area, Errno> {
         let mapped = mm::mmap_anonymous(ptr::null_mut(), size_of::<Area>(), access, flags)?;
         mm::madvise(mapped, size_of::<Area>(), Advice::LinuxWipeOnFork)
             .inspect_err(|_| unmap(mapped.cast()))?;
+        // What nobody uses costs nothing. A kernel without huge pages refuses the advice.
+        let _ = mm::madvise(mapped, size_of::<Area>(), Advice::LinuxNoHugepage);
         Ok(mapped.cast())
     }
 }

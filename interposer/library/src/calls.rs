@@ -9,13 +9,11 @@ use rustix::process::getpgid;
 use rustix::thread::{Pid, gettid};
 
 use crate::area::{self, Area};
-use crate::{arch, resolve, service};
+use crate::driver::NOT_FOUND;
+use crate::{arch, memory, resolve, service};
 
 /// The driver's functions, by the index of their rows; 0: not looked for yet.
 static REAL: [AtomicUsize; ROWS.len()] = [const { AtomicUsize::new(0) }; ROWS.len()];
-
-/// What a function returns that this driver does not have: `CUDA_ERROR_NOT_FOUND`.
-const NOT_FOUND: i32 = 500;
 
 /// What every function returns where libcuda cannot be loaded: `CUDA_ERROR_SHARED_OBJECT_INIT_FAILED`.
 const NO_DRIVER: i32 = 303;
@@ -54,7 +52,7 @@ macro_rules! wrapper {
             // SAFETY: the driver's function has these arguments (facts), and returns a CUresult.
             let answer = unsafe {
                 let real: unsafe extern "C" fn($($kind),*) -> i32 = core::mem::transmute(entered.real);
-                real($($argument),*)
+                call!($symbol, real, $($argument),*)
             };
             if let Some(slot) = entered.slot {
                 slot.leave();
@@ -62,6 +60,40 @@ macro_rules! wrapper {
             after!($symbol, answer, $($argument),*)
         }
     };
+}
+
+/// What is called for a function: what this library makes of it, or the driver's.
+macro_rules! call {
+    (cuMemAlloc_v2, $($rest:ident),*) => { memory::allocations::allocate($($rest),*) };
+    (cuMemAllocPitch_v2, $($rest:ident),*) => { memory::allocations::allocate_pitched($($rest),*) };
+    (cuMemFree_v2, $($rest:ident),*) => { memory::allocations::free($($rest),*) };
+    (cuMemGetAddressRange_v2, $($rest:ident),*) => { memory::attributes::range($($rest),*) };
+    (cuPointerGetAttribute, $($rest:ident),*) => { memory::attributes::one($($rest),*) };
+    (cuPointerGetAttributes, $($rest:ident),*) => { memory::attributes::several($($rest),*) };
+    (cuMemCreate, $($rest:ident),*) => { memory::pieces::create($($rest),*) };
+    (cuMemRelease, $($rest:ident),*) => { memory::pieces::release($($rest),*) };
+    (cuMemMap, $($rest:ident),*) => { memory::pieces::map($($rest),*) };
+    (cuMemUnmap, $($rest:ident),*) => { memory::pieces::unmap($($rest),*) };
+    (cuMemSetAccess, $($rest:ident),*) => { memory::pieces::set_access($($rest),*) };
+    (cuMemRetainAllocationHandle, $($rest:ident),*) => { memory::pieces::retain($($rest),*) };
+    (cuMemExportToShareableHandle, $($rest:ident),*) => { memory::pieces::export($($rest),*) };
+    (cuMemImportFromShareableHandle, $($rest:ident),*) => { memory::pieces::import($($rest),*) };
+    (cuMemGetAllocationPropertiesFromHandle, $($rest:ident),*) => { memory::pieces::properties($($rest),*) };
+    (cuMulticastBindMem, $($rest:ident),*) => { memory::pieces::bind($($rest),*) };
+    (cuMulticastBindMem_v2, $($rest:ident),*) => { memory::pieces::bind_of_device($($rest),*) };
+    (cuLogicalEndpointBindMem, $($rest:ident),*) => { memory::pieces::bind_endpoint($($rest),*) };
+    (cuMemMapArrayAsync, $($rest:ident),*) => { memory::pieces::map_arrays($($rest),*) };
+    (cuMemMapArrayAsync_ptsz, $($rest:ident),*) => { memory::pieces::map_arrays($($rest),*) };
+    (cuCtxDestroy, $($rest:ident),*) => { memory::contexts::destroy($($rest),*) };
+    (cuCtxDestroy_v2, $($rest:ident),*) => { memory::contexts::destroy($($rest),*) };
+    (cuDevicePrimaryCtxRetain, $($rest:ident),*) => { memory::contexts::retain($($rest),*) };
+    (cuDevicePrimaryCtxRelease, $($rest:ident),*) => { memory::contexts::release($($rest),*) };
+    (cuDevicePrimaryCtxRelease_v2, $($rest:ident),*) => { memory::contexts::release($($rest),*) };
+    (cuDevicePrimaryCtxReset, $($rest:ident),*) => { memory::contexts::release($($rest),*) };
+    (cuDevicePrimaryCtxReset_v2, $($rest:ident),*) => { memory::contexts::release($($rest),*) };
+    (cuCtxEnablePeerAccess, $($rest:ident),*) => { memory::contexts::enable_peer($($rest),*) };
+    (cuCtxDisablePeerAccess, $($rest:ident),*) => { memory::contexts::disable_peer($($rest),*) };
+    ($symbol:ident, $real:ident, $($argument:ident),*) => { $real($($argument),*) };
 }
 
 /// What becomes of an answer.
@@ -96,6 +128,16 @@ mod all {
 }
 
 pub use all::WRAPPERS;
+
+/// The rows of the driver's functions.
+#[allow(
+    non_upper_case_globals,
+    dead_code,
+    reason = "the names are the driver's, and few are needed"
+)]
+pub mod row {
+    include!(concat!(env!("OUT_DIR"), "/rows.rs"));
+}
 
 /// The driver's function, 0 if the driver does not have it, and the slot by which its call was entered.
 #[repr(C)]
@@ -138,7 +180,7 @@ extern "C" fn enter_first(row: u32) -> Entered {
 }
 
 /// The driver's function of a row.
-fn real(row: usize) -> Option<usize> {
+pub fn real(row: usize) -> Option<usize> {
     let known = REAL.get(row)?;
     if known.load(Ordering::Relaxed) == 0 {
         known.store(resolve::exported(row)?, Ordering::Relaxed);

@@ -12,7 +12,10 @@
 mod arch;
 mod area;
 mod calls;
+mod driver;
 mod elf;
+mod lock;
+mod memory;
 mod resolve;
 mod service;
 

@@ -1,0 +1,346 @@
+//! What the program makes and maps itself, and what it shares.
+
+use firn_interposer::table::{Mapping, Piece};
+
+use super::allocations::abilities;
+use super::{grant, table};
+use crate::area;
+use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, SUCCESS, Status};
+
+/// cuMemCreate
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn create(
+    real: unsafe extern "C" fn(u64, u64, u64, u64) -> Status,
+    to: u64,
+    bytes: u64,
+    properties: u64,
+    flags: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        let asked = driver::given::<Properties>(properties).copied();
+        let Some((asked, to)) = asked.zip(driver::out::<u64>(to)) else {
+            return real(to, bytes, properties, flags);
+        };
+        let place = core::ptr::from_mut(to).expose_provenance() as u64;
+        let made = with_descriptors(&asked).is_some_and(|more| {
+            let more = core::ptr::from_ref(&more).expose_provenance() as u64;
+            real(place, bytes, more, flags) == SUCCESS
+        });
+        if !made {
+            let status = real(place, bytes, properties, flags);
+            if status != SUCCESS {
+                return status;
+            }
+        }
+        add(to, bytes, asked.handles, false);
+    }
+    SUCCESS
+}
+
+/// The same properties with descriptors as handles. None: they have them, or cannot.
+fn with_descriptors(asked: &Properties) -> Option<Properties> {
+    let area = area::get()?;
+    let is_device = asked.location.kind == DEVICE && asked.handles == 0;
+    let can = is_device && abilities(area, asked.location.id)? & super::allocations::CAN_EXPORT != 0;
+    can.then_some(Properties {
+        handles: DESCRIPTOR,
+        ..*asked
+    })
+}
+
+/// Adds a piece that the program has a handle of, and gives it the number by which it is known.
+fn add(handle: &mut u64, bytes: u64, asked: u32, is_imported: bool) {
+    if let Some(mut table) = table() {
+        let piece = Piece {
+            known: table.fresh(*handle),
+            real: *handle,
+            bytes,
+            asked,
+            handles: 1,
+            mappings: 0,
+            is_imported,
+        };
+        // Without room for it the program has the driver's own handle.
+        if table.add_piece(piece).is_ok() {
+            *handle = piece.known;
+        }
+    }
+}
+
+/// The driver's handle for one of the program's.
+fn real_handle(known: u64) -> u64 {
+    table().map_or(known, |table| table.real(known))
+}
+
+/// cuMemRelease
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn release(real: unsafe extern "C" fn(u64) -> Status, handle: u64) -> Status {
+    if let Some(mut table) = table()
+        && let Some(piece) = table.pieces.get(handle)
+    {
+        if piece.handles == 0 {
+            // The program has released all of its own.
+            return driver::INVALID_VALUE;
+        }
+        return match table.release(handle) {
+            // SAFETY: nobody has it any more.
+            Some(handle) => unsafe { real(handle) },
+            None => SUCCESS,
+        };
+    }
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(handle) }
+}
+
+/// cuMemMap
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn map(
+    real: unsafe extern "C" fn(u64, u64, u64, u64, u64) -> Status,
+    begin: u64,
+    bytes: u64,
+    offset: u64,
+    handle: u64,
+    flags: u64,
+) -> Status {
+    let table = table();
+    let of_driver = table.as_ref().map_or(handle, |table| table.real(handle));
+    // SAFETY: the arguments are those of the program.
+    let status = unsafe { real(begin, bytes, offset, of_driver, flags) };
+    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
+        // What is not in the table cannot be taken out: it is counted there.
+        let _ = table.add_mapping(Mapping {
+            begin,
+            bytes,
+            offset,
+            piece: handle,
+            ..Mapping::default()
+        });
+    }
+    status
+}
+
+/// cuMemUnmap
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn unmap(real: unsafe extern "C" fn(u64, u64) -> Status, begin: u64, bytes: u64) -> Status {
+    let table = table();
+    // SAFETY: the arguments are those of the program.
+    let status = unsafe { real(begin, bytes) };
+    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
+        let end = begin.saturating_add(bytes);
+        while let Some(mapping) = table.mappings.between(begin, end).first().copied() {
+            if let Some(handle) = table.remove_mapping(mapping.begin) {
+                // SAFETY: nobody has it any more.
+                unsafe { driver::cuMemRelease(handle) };
+            }
+        }
+    }
+    status
+}
+
+/// cuMemSetAccess
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn set_access(
+    real: unsafe extern "C" fn(u64, u64, u64, u64) -> Status,
+    begin: u64,
+    bytes: u64,
+    accessors: u64,
+    count: u64,
+) -> Status {
+    let table = table();
+    // SAFETY: the arguments are those of the program.
+    let status = unsafe { real(begin, bytes, accessors, count) };
+    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
+        let first = core::ptr::with_exposed_provenance::<Accessor>(accessors as usize);
+        for mapping in table.mappings.between_mut(begin, begin.saturating_add(bytes)) {
+            for index in 0..count as usize {
+                // SAFETY: the driver has read as many.
+                grant(&mut mapping.access, unsafe { &*first.add(index) });
+            }
+        }
+    }
+    status
+}
+
+/// cuMemRetainAllocationHandle
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn retain(real: unsafe extern "C" fn(u64, u64) -> Status, to: u64, address: u64) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        if let Some(to) = driver::out::<u64>(to)
+            && let Some(mut table) = table()
+            && let Some(mapping) = table.at(address).copied()
+        {
+            // The driver has no handles for what it allocates in one step.
+            if mapping.is_allocation() {
+                return driver::INVALID_VALUE;
+            }
+            if let Some(piece) = table.pieces.get_mut(mapping.piece) {
+                piece.handles = piece.handles.saturating_add(1);
+                *to = mapping.piece;
+                return SUCCESS;
+            }
+        }
+        real(to, address)
+    }
+}
+
+/// cuMemExportToShareableHandle
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn export(
+    real: unsafe extern "C" fn(u64, u64, u32, u64) -> Status,
+    to: u64,
+    handle: u64,
+    kind: u32,
+    flags: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(to, real_handle(handle), kind, flags) }
+}
+
+/// cuMemImportFromShareableHandle
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn import(
+    real: unsafe extern "C" fn(u64, u64, u32) -> Status,
+    to: u64,
+    shared: u64,
+    kind: u32,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        let status = real(to, shared, kind);
+        if let Some(to) = driver::out::<u64>(to).filter(|_| status == SUCCESS) {
+            add(to, 0, kind, true);
+        }
+        status
+    }
+}
+
+/// cuMemGetAllocationPropertiesFromHandle
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn properties(real: unsafe extern "C" fn(u64, u64) -> Status, to: u64, handle: u64) -> Status {
+    let piece = table().and_then(|table| table.pieces.get(handle).copied());
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        let status = real(to, piece.map_or(handle, |piece| piece.real));
+        let to = driver::out::<Properties>(to).filter(|_| status == SUCCESS);
+        if let Some((piece, to)) = piece.zip(to)
+            && !piece.is_imported
+        {
+            to.handles = piece.asked;
+        }
+        status
+    }
+}
+
+/// cuMulticastBindMem
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn bind(
+    real: unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> Status,
+    multicast: u64,
+    offset: u64,
+    handle: u64,
+    from: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(multicast, offset, real_handle(handle), from, bytes, flags) }
+}
+
+/// cuMulticastBindMem of CUDA 13.1
+///
+/// # Safety
+/// As the driver's.
+#[allow(clippy::too_many_arguments, reason = "the driver's, and itself")]
+pub unsafe fn bind_of_device(
+    real: unsafe extern "C" fn(u64, u32, u64, u64, u64, u64, u64) -> Status,
+    multicast: u64,
+    device: u32,
+    offset: u64,
+    handle: u64,
+    from: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(multicast, device, offset, real_handle(handle), from, bytes, flags) }
+}
+
+/// cuLogicalEndpointBindMem
+///
+/// # Safety
+/// As the driver's.
+#[allow(clippy::too_many_arguments, reason = "the driver's, and itself")]
+pub unsafe fn bind_endpoint(
+    real: unsafe extern "C" fn(u32, u32, u64, u64, u64, u64, u64) -> Status,
+    endpoint: u32,
+    device: u32,
+    offset: u64,
+    handle: u64,
+    from: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(endpoint, device, offset, real_handle(handle), from, bytes, flags) }
+}
+
+/// `CUarrayMapInfo`, as far as it matters here.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ArrayMapping {
+    resource: [u64; 8],
+    handle: u64,
+    rest: [u64; 3],
+}
+
+/// cuMemMapArrayAsync
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn map_arrays(
+    real: unsafe extern "C" fn(u64, u32, u64) -> Status,
+    mappings: u64,
+    count: u32,
+    stream: u64,
+) -> Status {
+    let first = core::ptr::with_exposed_provenance::<ArrayMapping>(mappings as usize);
+    if first.is_null() || count == 0 {
+        // SAFETY: the arguments are those of the program.
+        return unsafe { real(mappings, count, stream) };
+    }
+    // One by one: in a stream they are done in their order anyway.
+    for index in 0..count as usize {
+        // SAFETY: the program has given as many.
+        let mut mapping = unsafe { first.add(index).read() };
+        mapping.handle = real_handle(mapping.handle);
+        let one = core::ptr::from_ref(&mapping).expose_provenance() as u64;
+        // SAFETY: as the program's, with the driver's handle.
+        let status = unsafe { real(one, 1, stream) };
+        if status != SUCCESS {
+            return status;
+        }
+    }
+    SUCCESS
+}
