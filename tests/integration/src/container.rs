@@ -329,8 +329,9 @@ impl<'h> Container<'h> {
 
     /// Runs a program in it and gives its output.
     pub fn exec(&self, command: &[&str]) -> Result<String> {
-        let exec = ["ctr", "tasks", "exec", "--exec-id", "probe", &self.id];
-        Ok(self.host.node().run(&[&exec, command].concat())?.stdout)
+        let output = self.host.exec(&self.id, "probe", command)?;
+        ensure!(output.is_ok(), "{} in {}: {output}", command.join(" "), self.id);
+        Ok(output.stdout)
     }
 
     /// Waits until it has this status.

@@ -14,6 +14,7 @@ mod client;
 mod container;
 mod counter;
 mod events;
+mod exec;
 pub mod faults;
 mod gpu;
 mod host;

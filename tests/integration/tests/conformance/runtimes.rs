@@ -58,17 +58,8 @@ const COUNT: &str = "n=0; while :; do n=$((n+1)); echo $n >>/n; sleep 0.05; done
 fn life(place: &Place<'_>, runtime: &str) -> Result<String> {
     let container = place.start("c", &["--runc-binary", runtime], SCRIPT)?;
     place.has_file("c", "trapped")?;
-    let exec = [
-        "tasks",
-        "exec",
-        "--exec-id",
-        "e",
-        "c",
-        "sh",
-        "-c",
-        "echo out; echo err >&2; exit 5",
-    ];
-    let output = place.host.ctr(&exec, "")?;
+    let script = "echo out; echo err >&2; exit 5";
+    let output = place.host.exec("c", "e", &["sh", "-c", script])?;
     let mut seen = format!("{}{}", output.stdout, output.stderr);
     let pids = container.pids()?;
     writeln!(
