@@ -77,7 +77,18 @@ pub enum Request {
     Shut { wait: u32 },
     /// The gate open.
     Open,
+    /// Every context idle, and the driver ready to take memory out: tried with a piece that nobody has.
+    Rehearse { wait: u32 },
+    /// Descriptors of so many pieces, from this index of the table on.
+    Lend { wait: u32, from: u32, count: u32 },
+    /// Every piece unmapped and released.
+    Detach { wait: u32 },
+    /// The pieces from this index on mapped again: the message has a descriptor for each.
+    Attach { wait: u32, from: u32, count: u32 },
 }
+
+/// Pieces of one request at most: a message has no more descriptors.
+pub const PIECES: u32 = 64;
 
 /// How long a gate stays shut of which firn asks nothing.
 pub const LEASE_SECONDS: u32 = 15;
@@ -91,6 +102,10 @@ pub enum Answer {
     Busy { tid: u32, row: u32 },
     /// It could not be done: a number of errno.
     Failed { errno: u32 },
+    /// The driver refuses it: a CUresult.
+    Refused { status: u32 },
+    /// It is not done yet, or something before it. Nothing but `Hello` and `Open` can be asked until it is.
+    Working,
     /// The library does not know the request.
     Unknown,
 }
@@ -100,22 +115,42 @@ pub type Bytes = [u8; 64];
 
 impl Request {
     pub fn to_bytes(self, number: u64) -> Bytes {
-        let (kind, wait) = match self {
-            Self::Hello => (1, 0),
-            Self::Shut { wait } => (2, wait),
-            Self::Open => (3, 0),
+        let (kind, words) = match self {
+            Self::Hello => (1, [0; 3]),
+            Self::Shut { wait } => (2, [wait, 0, 0]),
+            Self::Open => (3, [0; 3]),
+            Self::Rehearse { wait } => (4, [wait, 0, 0]),
+            Self::Lend { wait, from, count } => (5, [wait, from, count]),
+            Self::Detach { wait } => (6, [wait, 0, 0]),
+            Self::Attach { wait, from, count } => (7, [wait, from, count]),
         };
-        message(number, kind, [wait, 0])
+        message(number, kind, words)
+    }
+
+    /// How long it may take, in milliseconds.
+    pub fn wait(self) -> u32 {
+        match self {
+            Self::Hello | Self::Open => 0,
+            Self::Shut { wait }
+            | Self::Rehearse { wait }
+            | Self::Lend { wait, .. }
+            | Self::Detach { wait }
+            | Self::Attach { wait, .. } => wait,
+        }
     }
 
     /// The number of a message and its request. None: it is no message of firn's; no request: it is one that
     /// this version does not know.
     pub fn of(bytes: &Bytes) -> Option<(u64, Option<Self>)> {
-        let (number, kind, [wait, _]) = parts(bytes)?;
+        let (number, kind, [wait, from, count]) = parts(bytes)?;
         let request = match kind {
             1 => Some(Self::Hello),
             2 => Some(Self::Shut { wait }),
             3 => Some(Self::Open),
+            4 => Some(Self::Rehearse { wait }),
+            5 => Some(Self::Lend { wait, from, count }),
+            6 => Some(Self::Detach { wait }),
+            7 => Some(Self::Attach { wait, from, count }),
             _ => None,
         };
         Some((number, request))
@@ -125,17 +160,19 @@ impl Request {
 impl Answer {
     pub fn to_bytes(self, number: u64) -> Bytes {
         let (kind, words) = match self {
-            Self::Done => (1, [0, 0]),
-            Self::Busy { tid, row } => (2, [tid, row]),
-            Self::Failed { errno } => (3, [errno, 0]),
-            Self::Unknown => (4, [0, 0]),
+            Self::Done => (1, [0; 3]),
+            Self::Busy { tid, row } => (2, [tid, row, 0]),
+            Self::Failed { errno } => (3, [errno, 0, 0]),
+            Self::Unknown => (4, [0; 3]),
+            Self::Refused { status } => (5, [status, 0, 0]),
+            Self::Working => (6, [0; 3]),
         };
         message(number, kind, words)
     }
 
     /// The number of the request and the answer. None: it is no answer.
     pub fn of(bytes: &Bytes) -> Option<(u64, Self)> {
-        let (number, kind, [first, second]) = parts(bytes)?;
+        let (number, kind, [first, second, _]) = parts(bytes)?;
         let answer = match kind {
             1 => Self::Done,
             2 => Self::Busy {
@@ -144,18 +181,21 @@ impl Answer {
             },
             3 => Self::Failed { errno: first },
             4 => Self::Unknown,
+            5 => Self::Refused { status: first },
+            6 => Self::Working,
             _ => return None,
         };
         Some((number, answer))
     }
 }
 
-fn message(number: u64, kind: u32, [first, second]: [u32; 2]) -> Bytes {
+fn message(number: u64, kind: u32, [first, second, third]: [u32; 3]) -> Bytes {
     let words = [
         MAGIC,
         u64::from(VERSION) | u64::from(kind) << 32,
         number,
         u64::from(first) | u64::from(second) << 32,
+        u64::from(third),
     ];
     let mut bytes = [0; 64];
     for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -164,9 +204,9 @@ fn message(number: u64, kind: u32, [first, second]: [u32; 2]) -> Bytes {
     bytes
 }
 
-fn parts(bytes: &Bytes) -> Option<(u64, u32, [u32; 2])> {
-    let [magic, kind, number, of_kind, ..] = words(bytes);
-    (magic == MAGIC).then(|| (number, high(kind), [low(of_kind), high(of_kind)]))
+fn parts(bytes: &Bytes) -> Option<(u64, u32, [u32; 3])> {
+    let [magic, kind, number, first, second, ..] = words(bytes);
+    (magic == MAGIC).then(|| (number, high(kind), [low(first), high(first), low(second)]))
 }
 
 fn words(bytes: &Bytes) -> [u64; 8] {
@@ -191,7 +231,16 @@ mod tests {
 
     #[test]
     fn messages_arrive_as_they_were_sent() {
-        for request in [Request::Hello, Request::Shut { wait: 70_000 }, Request::Open] {
+        let (wait, from, count) = (70_000, 65_535, 64);
+        for request in [
+            Request::Hello,
+            Request::Shut { wait },
+            Request::Open,
+            Request::Rehearse { wait },
+            Request::Lend { wait, from, count },
+            Request::Detach { wait },
+            Request::Attach { wait, from, count },
+        ] {
             assert_eq!(
                 Request::of(&request.to_bytes(1 << 40)),
                 Some((1 << 40, Some(request)))
@@ -204,6 +253,8 @@ mod tests {
                 row: 722,
             },
             Answer::Failed { errno: 87 },
+            Answer::Refused { status: 801 },
+            Answer::Working,
             Answer::Unknown,
         ] {
             assert_eq!(Answer::of(&answer.to_bytes(7)), Some((7, answer)));
@@ -214,7 +265,7 @@ mod tests {
     fn other_messages_are_none() {
         assert_eq!(Request::of(&[0; 64]), None);
         assert_eq!(Answer::of(&[0; 64]), None);
-        let future = message(5, 99, [1, 2]);
+        let future = message(5, 99, [1, 2, 3]);
         assert_eq!(Request::of(&future), Some((5, None)));
         assert_eq!(Answer::of(&future), None);
     }

@@ -23,7 +23,8 @@ impl<T: Keyed, const N: usize> Sorted<T, N> {
         self.items.get(..self.count).unwrap_or(&self.items)
     }
 
-    fn all_mut(&mut self) -> &mut [T] {
+    /// The same, to be changed. Their keys stay.
+    pub fn all_mut(&mut self) -> &mut [T] {
         let count = self.count.min(N);
         match self.items.split_at_mut_checked(count) {
             Some((all, _)) => all,

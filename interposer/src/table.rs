@@ -21,6 +21,33 @@ pub struct Piece {
     pub mappings: u32,
     /// Whether it came from another process, by a handle.
     pub is_imported: bool,
+    pub state: State,
+    pub kind: Kind,
+}
+
+/// Where a piece is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum State {
+    /// In the process, where the program has it.
+    #[default]
+    In = 0,
+    /// Taken out: its mappings are empty.
+    Out = 1,
+    /// Back in the process, not yet mapped.
+    Back = 2,
+}
+
+/// What a piece is made of, as the driver has it (CUmemAllocationProp).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Kind {
+    /// A kind of location, and which one of it.
+    pub location: u32,
+    pub id: u32,
+    pub compression: u8,
+    pub rdma: u8,
+    pub usage: u16,
 }
 
 impl Keyed for Piece {

@@ -7,11 +7,8 @@ mod common;
 #[test]
 fn memory_is_made_of_pieces_and_looks_as_the_drivers() {
     let library = common::library();
-    let dir = tempfile::tempdir().expect("a directory for the fixtures");
-    let driver = common::compiled(&dir, "memory", "libcuda.so.1", &["--crate-type", "cdylib"]);
-    let linked = format!("-Clink-arg={}", driver.display());
-    let program = common::compiled(&dir, "allocating", "allocating", &[&linked]);
-    let mut program = Command::new(program);
+    let dir = common::fixtures("memory", &["allocating"]);
+    let mut program = Command::new(dir.path().join("allocating"));
     program
         .env("LD_LIBRARY_PATH", dir.path())
         .env("LD_PRELOAD", library);

@@ -31,7 +31,7 @@ fn printed(program: &Path, libraries: &[&Path], arguments: &[&str]) -> Vec<Strin
 
 #[test]
 fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
-    let (library, fixtures) = (library(), fixtures(&[]));
+    let (library, fixtures) = (library(), fixtures("driver", &[]));
     let program = compiled(&fixtures, "program", "program", &[]);
     let without = printed(&program, &[], &[]);
     let with = printed(&program, &[&library], &[]);
@@ -62,7 +62,7 @@ fn a_program_gets_the_library_for_the_driver_and_sees_no_other_difference() {
 
 #[test]
 fn without_a_driver_a_program_finds_none() {
-    let (library, fixtures) = (library(), fixtures(&[]));
+    let (library, fixtures) = (library(), fixtures("driver", &[]));
     let program = compiled(&fixtures, "program", "program", &[]);
     let with = printed(&program, &[&library], &["without"]);
     assert_eq!(with[0], "dlsym \"cuInit\": null, an error");
@@ -71,7 +71,7 @@ fn without_a_driver_a_program_finds_none() {
 
 #[test]
 fn a_program_that_is_linked_with_the_driver_gets_it() {
-    let (library, fixtures) = (library(), fixtures(&["linked"]));
+    let (library, fixtures) = (library(), fixtures("driver", &["linked"]));
     let program = fixtures.path().join("linked");
     let without = printed(&program, &[], &[]);
     assert_eq!(without.last().unwrap(), "child: 0x800", "{without:?}");
@@ -80,7 +80,7 @@ fn a_program_that_is_linked_with_the_driver_gets_it() {
 
 #[test]
 fn another_library_before_the_driver_is_called_as_without_it() {
-    let (library, fixtures) = (library(), fixtures(&["linked"]));
+    let (library, fixtures) = (library(), fixtures("driver", &["linked"]));
     let other = compiled(&fixtures, "other", "libother.so", &["--crate-type", "cdylib"]);
     compiled(&fixtures, "program", "program", &[]);
     for program in ["linked", "program"] {

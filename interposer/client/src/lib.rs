@@ -3,23 +3,30 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
+use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use firn_host::{FileId, proc_maps};
-use firn_interposer::abi::{Answer, Beacon, Bytes, Reach, Request};
+use firn_interposer::abi::{Answer, Beacon, Bytes, PIECES, Reach, Request};
 use object::{Object, ObjectSymbol};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::io::{Errno, IoSlice, IoSliceMut};
 use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, recv, send};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketType, recvmsg, sendmsg,
+};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 /// The symbol by which the library keeps the address of its area.
 const AREA: &str = "firn_cuda_area";
+
+/// Of the descriptors of a message.
+const SPACE: usize = rustix::cmsg_space!(ScmRights(PIECES as usize));
 
 /// How long an answer takes at most, apart from what the request waits for.
 const LIMIT: Duration = Duration::from_secs(2);
@@ -136,45 +143,85 @@ fn is_pair(end: &OwnedFd, pid: Pid) -> io::Result<bool> {
 }
 
 impl Process {
-    /// Asks the library.
+    /// Asks the library for something that needs no descriptors.
     ///
     /// # Errors
     /// It does not answer in time, or has gone.
     pub fn ask(&mut self, request: Request) -> io::Result<Answer> {
-        let waits = match request {
-            Request::Shut { wait } => Duration::from_millis(wait.into()),
-            Request::Hello | Request::Open => Duration::ZERO,
-        };
+        Ok(self.exchange(request, &[])?.0)
+    }
+
+    /// Descriptors of pieces of its memory, from this index of the table on; at its end there are fewer.
+    ///
+    /// # Errors
+    /// As [`Self::ask`]; what it answers else is in the result.
+    pub fn lend(&mut self, from: u32, wait: u32) -> io::Result<Result<Vec<OwnedFd>, Answer>> {
+        let count = PIECES;
+        let (answer, pieces) = self.exchange(Request::Lend { wait, from, count }, &[])?;
+        Ok(if answer == Answer::Done {
+            Ok(pieces)
+        } else {
+            Err(answer)
+        })
+    }
+
+    /// Gives pieces of its memory back, of which the first has this index.
+    ///
+    /// # Errors
+    /// As [`Self::ask`], and more than [`PIECES`] of them.
+    pub fn attach(&mut self, from: u32, pieces: &[OwnedFd], wait: u32) -> io::Result<Answer> {
+        let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
+        let request = Request::Attach { wait, from, count };
+        Ok(self.exchange(request, pieces)?.0)
+    }
+
+    fn exchange(&mut self, request: Request, with: &[OwnedFd]) -> io::Result<(Answer, Vec<OwnedFd>)> {
         self.number = self.number.wrapping_add(1);
-        send(
-            &self.end,
-            &request.to_bytes(self.number),
-            SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
-        )?;
-        // It looks at the gate so often, which takes longer than what it sleeps between.
-        let end = Instant::now() + LIMIT + waits * 3;
+        self.send(&request.to_bytes(self.number), with)?;
+        // What it sleeps between looks takes longer than it asks for.
+        let end = Instant::now() + LIMIT + 3 * Duration::from_millis(request.wait().into());
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            if let Some((number, answer)) = Answer::of(&self.received(left)?)
+            let (bytes, descriptors) = self.received(left)?;
+            if let Some((number, answer)) = Answer::of(&bytes)
                 && number == self.number
             {
-                return Ok(answer);
+                return Ok((answer, descriptors));
             }
         }
     }
 
+    fn send(&self, bytes: &Bytes, with: &[OwnedFd]) -> io::Result<()> {
+        let mut space = [MaybeUninit::uninit(); SPACE];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors: Vec<BorrowedFd<'_>> = with.iter().map(AsFd::as_fd).collect();
+        if !with.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+            return Err(ErrorKind::InvalidInput.into());
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        sendmsg(&self.end, &[IoSlice::new(bytes)], &mut control, flags)?;
+        Ok(())
+    }
+
     /// The next message, within this time.
-    fn received(&self, limit: Duration) -> io::Result<Bytes> {
+    fn received(&self, limit: Duration) -> io::Result<(Bytes, Vec<OwnedFd>)> {
         let limit = Timespec::try_from(limit).map_err(|_| ErrorKind::InvalidInput)?;
         let mut ends = [PollFd::new(&self.end, PollFlags::IN)];
         if poll(&mut ends, Some(&limit))? == 0 {
             return Err(ErrorKind::TimedOut.into());
         }
         let mut bytes = [0; 64];
-        let (_, length) = recv(&self.end, &mut bytes, RecvFlags::DONTWAIT)?;
-        if length == 0 {
+        let mut space = [MaybeUninit::uninit(); SPACE];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.end, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        if received.bytes == 0 {
             return Err(ErrorKind::UnexpectedEof.into());
         }
-        Ok(bytes)
+        let rights = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+            _ => None,
+        });
+        Ok((bytes, rights.flatten().collect()))
     }
 }

@@ -5,12 +5,13 @@
 )]
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_interposer::abi::{Answer, LEASE_SECONDS, Request, VERSION};
+use firn_interposer::abi::{Answer, LEASE_SECONDS, PIECES, Request, VERSION};
 use firn_interposer::facts::{ROWS, of_symbol};
 use firn_interposer_client::{Library, Process};
 use rustix::process::Pid;
@@ -18,6 +19,9 @@ use tempfile::TempDir;
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
+
+/// Milliseconds that a step has. A machine under load takes its time.
+const WAIT: u32 = 60_000;
 
 /// A program that calls the driver in four threads, behind the library.
 struct Program {
@@ -30,8 +34,13 @@ struct Program {
 
 impl Program {
     fn start() -> Self {
-        let (library, fixtures) = (common::library(), common::fixtures(&["commanded"]));
-        let mut child = Command::new(fixtures.path().join("commanded"))
+        Self::of(common::fixtures("driver", &["commanded"]), "commanded")
+    }
+
+    /// Starts a program that is among the fixtures.
+    fn of(fixtures: TempDir, name: &str) -> Self {
+        let library = common::library();
+        let mut child = Command::new(fixtures.path().join(name))
             .env("LD_LIBRARY_PATH", fixtures.path())
             .env("LD_PRELOAD", &library)
             .stdin(Stdio::piped())
@@ -122,7 +131,7 @@ fn nobody_calls_the_driver_while_the_gate_is_shut() {
     assert_eq!(process.ask(Request::Hello).unwrap(), Answer::Done);
     for _ in 0..20 {
         program.until_it_calls();
-        assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+        assert_eq!(process.ask(Request::Shut { wait: WAIT }).unwrap(), Answer::Done);
         // A thread counts after its call: each of the four may do so once more.
         let before = program.calls();
         thread::sleep(Duration::from_millis(5));
@@ -165,7 +174,7 @@ fn who_is_inside_is_named_until_it_has_left() {
 fn a_gate_of_which_nobody_asks_opens() {
     let mut program = Program::start();
     let mut process = program.process();
-    assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+    assert_eq!(process.ask(Request::Shut { wait: WAIT }).unwrap(), Answer::Done);
     drop(process);
     let (begun, before) = (Instant::now(), program.calls());
     while program.calls() < before + 8 {
@@ -180,7 +189,7 @@ fn a_program_that_closes_what_it_does_not_know_goes_on() {
     for commands in [&["close"][..], &["close", "reuse"]] {
         let mut program = Program::start();
         let mut process = program.process();
-        assert_eq!(process.ask(Request::Shut { wait: 60_000 }).unwrap(), Answer::Done);
+        assert_eq!(process.ask(Request::Shut { wait: WAIT }).unwrap(), Answer::Done);
         drop(process);
         for command in commands {
             // What the library had is closed, or something else.
@@ -189,6 +198,55 @@ fn a_program_that_closes_what_it_does_not_know_goes_on() {
         program.until_it_calls();
         assert!(program.found().is_none());
     }
+}
+
+/// All pieces of a process, lent.
+fn lent(process: &mut Process) -> Vec<OwnedFd> {
+    let mut all = Vec::new();
+    loop {
+        let from = u32::try_from(all.len()).unwrap();
+        let pieces = process.lend(from, WAIT).unwrap().unwrap();
+        let is_last = pieces.len() < PIECES as usize;
+        all.extend(pieces);
+        if is_last {
+            return all;
+        }
+    }
+}
+
+#[test]
+fn memory_leaves_a_process_and_comes_back() {
+    let mut program = Program::of(common::fixtures("memory", &["moved"]), "moved");
+    let mut process = program.process();
+    for turn in 0..4 {
+        program.until_it_calls();
+        assert_eq!(process.ask(Request::Shut { wait: WAIT }).unwrap(), Answer::Done);
+        assert_eq!(
+            process.ask(Request::Rehearse { wait: WAIT }).unwrap(),
+            Answer::Done
+        );
+        let before = program.answer_to("left");
+        let pieces = lent(&mut process);
+        assert!((4..=8).contains(&pieces.len()), "{}", pieces.len());
+        if turn == 3 {
+            // What was lent is the process's as before.
+            process.ask(Request::Open).unwrap();
+            continue;
+        }
+        assert_eq!(process.ask(Request::Detach { wait: WAIT }).unwrap(), Answer::Done);
+        let ranges: usize = program.answer_to("left").parse().unwrap();
+        assert_eq!(ranges, pieces.len(), "addresses alone");
+        // Again, as after an answer that was lost.
+        assert_eq!(process.ask(Request::Detach { wait: WAIT }).unwrap(), Answer::Done);
+        let (first, others) = pieces.split_at(2);
+        assert_eq!(process.attach(0, first, WAIT).unwrap(), Answer::Done);
+        assert_eq!(process.attach(0, first, WAIT).unwrap(), Answer::Done);
+        assert_eq!(process.attach(2, others, WAIT).unwrap(), Answer::Done);
+        assert_eq!(program.answer_to("left"), before);
+        process.ask(Request::Open).unwrap();
+    }
+    program.until_it_calls();
+    assert_eq!(program.answer_to("wrong"), "0");
 }
 
 #[test]

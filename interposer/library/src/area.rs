@@ -10,6 +10,7 @@ use firn_interposer::table::Table;
 use rustix::io::Errno;
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
+use crate::job::Job;
 use crate::lock::Lock;
 
 /// Threads with a slot of their own.
@@ -20,6 +21,9 @@ const PIECES: usize = 65_536;
 
 /// Devices of a process that are known.
 pub const DEVICES: usize = 32;
+
+/// Contexts of a process that are known, apart from primary ones.
+const CONTEXTS: usize = 64;
 
 pub type Memory = Table<PIECES>;
 
@@ -35,11 +39,38 @@ pub struct Area {
     pub peers: [AtomicU32; DEVICES],
     /// For each device, its primary context.
     pub primary: [AtomicU64; DEVICES],
+    /// Contexts that the program has made itself; 0: none.
+    made: [AtomicU64; CONTEXTS],
+    pub job: Job,
     pub gate: Gate<[Slot; THREADS]>,
     pub memory: Lock<Memory>,
 }
 
 impl Area {
+    /// The contexts that there are.
+    pub fn contexts(&self) -> impl Iterator<Item = u64> {
+        let all = self.primary.iter().chain(&self.made);
+        all.map(|context| context.load(Ordering::Acquire))
+            .filter(|context| *context != 0)
+    }
+
+    /// The program has made a context.
+    pub fn add_context(&self, context: u64) {
+        // More than there is room for are not waited for before memory is taken out: that is refused then.
+        let _ = self.made.iter().find(|place| {
+            place
+                .compare_exchange(0, context, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        });
+    }
+
+    /// The program has destroyed a context.
+    pub fn remove_context(&self, context: u64) {
+        for place in &self.made {
+            let _ = place.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
     /// Whether the caller is the first one to ask in this process.
     pub fn is_first(&self) -> bool {
         !self.has_begun.load(Ordering::Relaxed) && !self.has_begun.swap(true, Ordering::AcqRel)

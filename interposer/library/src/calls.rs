@@ -101,10 +101,17 @@ macro_rules! after {
     (cuGetProcAddress, $answer:ident, $name:ident, $to:ident, $version:ident, $flags:ident) => {
         resolve::replaced($answer, $name, $to, $version, $flags)
     };
-    (cuCtxCreate, $($rest:tt)*) => { after!(context, $($rest)*) };
-    (cuCtxCreate_v2, $($rest:tt)*) => { after!(context, $($rest)*) };
-    (cuCtxCreate_v3, $($rest:tt)*) => { after!(context, $($rest)*) };
-    (cuCtxCreate_v4, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate, $($rest:tt)*) => { after!(made, $($rest)*) };
+    (cuCtxCreate_v2, $($rest:tt)*) => { after!(made, $($rest)*) };
+    (cuCtxCreate_v3, $($rest:tt)*) => { after!(made, $($rest)*) };
+    (cuCtxCreate_v4, $($rest:tt)*) => { after!(made, $($rest)*) };
+    (made, $answer:ident, $to:ident, $($rest:tt)*) => {{
+        if $answer == 0 {
+            // SAFETY: the driver has written the context there.
+            unsafe { memory::contexts::remember($to) };
+        }
+        after!(context, $answer, $to, $($rest)*)
+    }};
     (cuDevicePrimaryCtxRetain, $($rest:tt)*) => { after!(context, $($rest)*) };
     (context, $answer:ident, $($argument:ident),*) => {{
         if $answer == 0 {

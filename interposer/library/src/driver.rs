@@ -4,6 +4,8 @@
 
 use core::ffi::c_void;
 
+use firn_interposer::table::Kind;
+
 use crate::calls;
 
 /// A CUresult.
@@ -52,6 +54,26 @@ pub struct Accessor {
     pub flags: u32,
 }
 
+impl Properties {
+    /// Those of memory of this kind with these types of handles.
+    pub fn of(kind: Kind, handles: u32) -> Self {
+        Self {
+            // CU_MEM_ALLOCATION_TYPE_PINNED
+            kind: 1,
+            handles,
+            location: Location {
+                kind: kind.location,
+                id: kind.id,
+            },
+            security: 0,
+            compression: kind.compression,
+            rdma: kind.rdma,
+            usage: kind.usage,
+            reserved: [0; 4],
+        }
+    }
+}
+
 const _: () = assert!(size_of::<Properties>() == 32 && size_of::<Accessor>() == 12);
 
 macro_rules! functions {
@@ -84,10 +106,13 @@ functions! {
     cuMemAddressFree(address: u64, bytes: u64);
     cuMemAddressReserve(address: *mut u64, bytes: u64, alignment: u64, wanted: u64, flags: u64);
     cuMemCreate(handle: *mut u64, bytes: u64, properties: *const Properties, flags: u64);
+    cuMemExportToShareableHandle(to: *mut i32, handle: u64, kind: u32, flags: u64);
+    cuMemImportFromShareableHandle(to: *mut u64, shared: usize, kind: u32);
     cuMemMap(address: u64, bytes: u64, offset: u64, handle: u64, flags: u64);
     cuMemRelease(handle: u64);
     cuMemSetAccess(address: u64, bytes: u64, accessors: *const Accessor, count: u64);
     cuMemUnmap(address: u64, bytes: u64);
+    cuMemcpyDtoD_v2(to: u64, from: u64, bytes: u64);
 }
 
 /// An argument that is written to, if the caller has given one.

@@ -14,8 +14,10 @@ mod area;
 mod calls;
 mod driver;
 mod elf;
+mod job;
 mod lock;
 mod memory;
+mod message;
 mod resolve;
 mod service;
 

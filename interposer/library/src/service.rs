@@ -1,6 +1,6 @@
-//! The library's own thread in a process: it does what firn asks for.
+//! The library's own threads in a process: one answers firn, the other one does what takes time.
 //!
-//! It begins when the process makes its first context, and is reached by a socket pair that the process has
+//! They begin when the process makes its first context, and are reached by a socket pair that the process has
 //! with itself: firn takes the far end out of the process, which only those can do who may trace it.
 
 use core::ffi::{c_int, c_void};
@@ -11,10 +11,11 @@ use firn_interposer::abi::{self, Answer, Reach, Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 use rustix::thread::{gettid, nanosleep, set_name};
 
 use crate::area::{self, Area};
+use crate::message::{self, Descriptors};
 use crate::{calls, elf};
 
 type Body = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
@@ -35,10 +36,10 @@ const LOOK: Timespec = Timespec {
     tv_nsec: 100_000,
 };
 
-/// Starts the thread, unless this process has it.
+/// Starts the threads, unless this process has them.
 pub fn start() {
     if area::get().is_some_and(Area::is_first) {
-        // Without it the process cannot be reached, and is as without the library.
+        // Without them the process cannot be reached, and is as without the library.
         let _ = begin();
     }
 }
@@ -55,7 +56,10 @@ fn begin() -> Option<()> {
         let create = transmute::<usize, PthreadCreate>(create);
         let mask = transmute::<usize, PthreadSigmask>(mask);
         mask(SETMASK, &SIGNALS, &mut before);
-        let made = create(&mut thread, ptr::null(), serve, ends);
+        let mut made = create(&mut thread, ptr::null(), work, ptr::null_mut());
+        if made == 0 {
+            made = create(&mut thread, ptr::null(), serve, ends);
+        }
         mask(SETMASK, &before, ptr::null_mut());
         made
     };
@@ -69,6 +73,16 @@ fn begin() -> Option<()> {
 fn pack(near: &OwnedFd, far: &OwnedFd) -> *mut c_void {
     let [near, far] = [near, far].map(|end| end.as_raw_fd().unsigned_abs() as usize);
     ptr::without_provenance_mut(near | far << 32)
+}
+
+unsafe extern "C" fn work(_: *mut c_void) -> *mut c_void {
+    let _ = set_name(c"firn-cuda-w");
+    if let Some(area) = area::get() {
+        loop {
+            area.job.work();
+        }
+    }
+    ptr::null_mut()
 }
 
 unsafe extern "C" fn serve(ends: *mut c_void) -> *mut c_void {
@@ -131,15 +145,13 @@ impl Lease {
         let looked = recv(near, &mut bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT);
         let (_, length) = looked.ok()?;
         let (number, request) = Request::of(&bytes).filter(|_| length == bytes.len())?;
-        recv(near, &mut bytes, RecvFlags::DONTWAIT).ok()?;
-        let answer = request.map_or(Answer::Unknown, |request| self.act(request));
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        // Nobody may wait for it any more.
-        let _ = send(near, &answer.to_bytes(number), flags);
+        let mut descriptors = message::take(near, &mut bytes)?;
+        let answer = request.map_or(Answer::Unknown, |request| self.act(request, &mut descriptors));
+        message::send(near, &mut answer.to_bytes(number), &descriptors);
         Some(())
     }
 
-    fn act(&mut self, request: Request) -> Answer {
+    fn act(&mut self, request: Request, descriptors: &mut Descriptors) -> Answer {
         if self.seconds > 0 {
             self.seconds = abi::LEASE_SECONDS;
         }
@@ -151,6 +163,7 @@ impl Lease {
                 Answer::Done
             }
             Request::Shut { wait } => self.shut(Duration::from_millis(wait.into())),
+            _ => self.area.job.does(request, descriptors),
         }
     }
 

@@ -38,10 +38,10 @@ pub fn library() -> PathBuf {
     target.join("release/libfirn_cuda.so").canonicalize().unwrap()
 }
 
-/// The driver, and programs of the fixtures that are linked with it.
-pub fn fixtures(linked: &[&str]) -> TempDir {
+/// A driver, and programs of the fixtures that are linked with it.
+pub fn fixtures(driver: &str, linked: &[&str]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let driver = compiled(&dir, "driver", "libcuda.so.1", &["--crate-type", "cdylib"]);
+    let driver = compiled(&dir, driver, "libcuda.so.1", &["--crate-type", "cdylib"]);
     let driver = format!("-Clink-arg={}", driver.display());
     for program in linked {
         compiled(&dir, program, program, &[&driver]);

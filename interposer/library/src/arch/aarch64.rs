@@ -7,10 +7,13 @@ use crate::resolve;
 
 // Of the functions that the compiler calls: the program may have others by these names.
 global_asm!(
-    ".hidden bcmp, memcmp, strlen",
-    ".globl bcmp, memcmp, strlen",
+    ".hidden bcmp, memcmp, memcpy, memmove, memset, strlen",
+    ".globl bcmp, memcmp, memcpy, memmove, memset, strlen",
     ".type bcmp,%function",
     ".type memcmp,%function",
+    ".type memcpy,%function",
+    ".type memmove,%function",
+    ".type memset,%function",
     ".type strlen,%function",
     "bcmp:",
     "memcmp: mov x3, x0",
@@ -22,6 +25,29 @@ global_asm!(
     "subs w0, w0, w4",
     "b.eq 2b",
     "3: ret",
+    "memmove: sub x3, x0, x1",
+    "cmp x3, x2",
+    "b.hs memcpy",
+    // The end of what is moved lies in what is still to be moved.
+    "2: cbz x2, 3f",
+    "sub x2, x2, #1",
+    "ldrb w3, [x1, x2]",
+    "strb w3, [x0, x2]",
+    "b 2b",
+    "3: ret",
+    "memcpy: mov x3, x0",
+    "2: cbz x2, 3f",
+    "ldrb w4, [x1], #1",
+    "strb w4, [x3], #1",
+    "sub x2, x2, #1",
+    "b 2b",
+    "3: ret",
+    "memset: mov x3, x0",
+    "2: cbz x2, 3f",
+    "strb w1, [x3], #1",
+    "sub x2, x2, #1",
+    "b 2b",
+    "3: ret",
     "strlen: mov x1, x0",
     "2: ldrb w2, [x1], #1",
     "cbnz w2, 2b",
@@ -29,6 +55,29 @@ global_asm!(
     "sub x0, x0, #1",
     "ret",
 );
+
+pub const SENDMSG: usize = 211;
+pub const RECVMSG: usize = 212;
+
+/// Calls the kernel. Its answer: a negative one is an error's number.
+///
+/// # Safety
+/// As the system call.
+pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usize) -> isize {
+    let answer;
+    // SAFETY: as the caller promises.
+    unsafe {
+        asm!(
+            "svc 0",
+            in("x8") number,
+            inlateout("x0") first => answer,
+            in("x1") second,
+            in("x2") third,
+            options(nostack),
+        );
+    }
+    answer
+}
 
 /// Where glibc and musl keep what is for debuggers; null for the one that is not there.
 pub fn debuggers() -> (*const Debug, *const *const Debug) {

@@ -7,10 +7,13 @@ use crate::resolve;
 
 // Of the functions that the compiler calls: the program may have others by these names.
 global_asm!(
-    ".hidden bcmp, memcmp, strlen",
-    ".globl bcmp, memcmp, strlen",
+    ".hidden bcmp, memcmp, memcpy, memmove, memset, strlen",
+    ".globl bcmp, memcmp, memcpy, memmove, memset, strlen",
     ".type bcmp,%function",
     ".type memcmp,%function",
+    ".type memcpy,%function",
+    ".type memmove,%function",
+    ".type memset,%function",
     ".type strlen,%function",
     "bcmp:",
     "memcmp: xor eax, eax",
@@ -23,12 +26,60 @@ global_asm!(
     "sub eax, r8d",
     "je 2b",
     "3: ret",
+    "memmove: mov rax, rdi",
+    "sub rax, rsi",
+    "cmp rax, rdx",
+    "jae memcpy",
+    // The end of what is moved lies in what is still to be moved.
+    "mov rax, rdi",
+    "mov rcx, rdx",
+    "lea rdi, [rdi + rdx - 1]",
+    "lea rsi, [rsi + rdx - 1]",
+    "std",
+    "rep movsb",
+    "cld",
+    "ret",
+    "memcpy: mov rax, rdi",
+    "mov rcx, rdx",
+    "rep movsb",
+    "ret",
+    "memset: mov r8, rdi",
+    "mov eax, esi",
+    "mov rcx, rdx",
+    "rep stosb",
+    "mov rax, r8",
+    "ret",
     "strlen: mov rax, -1",
     "2: inc rax",
     "cmp byte ptr [rdi + rax], 0",
     "jne 2b",
     "ret",
 );
+
+pub const SENDMSG: usize = 46;
+pub const RECVMSG: usize = 47;
+
+/// Calls the kernel. Its answer: a negative one is an error's number.
+///
+/// # Safety
+/// As the system call.
+pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usize) -> isize {
+    let answer;
+    // SAFETY: as the caller promises.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") number => answer,
+            in("rdi") first,
+            in("rsi") second,
+            in("rdx") third,
+            out("rcx") _,
+            out("r11") _,
+            options(nostack),
+        );
+    }
+    answer
+}
 
 /// Where glibc and musl keep what is for debuggers; null for the one that is not there.
 pub fn debuggers() -> (*const Debug, *const *const Debug) {

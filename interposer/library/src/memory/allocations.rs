@@ -3,11 +3,11 @@
 use core::sync::atomic::Ordering;
 
 use firn_interposer::sorted::Refused;
-use firn_interposer::table::{Mapping, Piece};
+use firn_interposer::table::{Kind, Mapping, Piece};
 
 use super::{access, current, grant, table, within};
 use crate::area::{self, Area, Memory};
-use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Location, Properties, READ_WRITE, SUCCESS, Status};
+use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, READ_WRITE, SUCCESS, Status};
 
 /// Smaller allocations are the driver's own: many of them share its pages.
 const SMALLEST: u64 = 2 << 20;
@@ -123,7 +123,12 @@ fn make(area: &Area, asked: u64) -> Option<Result<u64, Status>> {
         asked,
         context,
         device,
-        properties: properties(device, abilities),
+        kind: Kind {
+            location: DEVICE,
+            id: device,
+            rdma: u8::from(abilities & CAN_RDMA != 0),
+            ..Kind::default()
+        },
     };
     // From here to the end: an allocation that others see is complete.
     let mut table = area.memory.take();
@@ -145,7 +150,7 @@ struct Wanted {
     asked: u64,
     context: u64,
     device: u32,
-    properties: Properties,
+    kind: Kind,
 }
 
 impl Wanted {
@@ -171,7 +176,7 @@ impl Wanted {
         let begin = self.begin + done;
         let mut real = 0;
         // SAFETY: the driver's function, with a place for its result.
-        check(unsafe { driver::cuMemCreate(&mut real, bytes, &self.properties, 0) })?;
+        check(unsafe { driver::cuMemCreate(&mut real, bytes, &Properties::of(self.kind, DESCRIPTOR), 0) })?;
         // SAFETY: the range is reserved, and nothing is mapped there.
         let mapped = check(unsafe { driver::cuMemMap(begin, bytes, 0, real, 0) });
         let known = table.fresh(real);
@@ -180,6 +185,7 @@ impl Wanted {
                 known,
                 real,
                 bytes,
+                kind: self.kind,
                 ..Piece::default()
             };
             let mapping = Mapping {
@@ -245,23 +251,6 @@ pub fn discard(table: &mut Memory, begin: u64, bytes: u64) -> Status {
     }
     // SAFETY: nothing is mapped there any more.
     unsafe { driver::cuMemAddressFree(begin, bytes) }
-}
-
-fn properties(device: u32, abilities: u32) -> Properties {
-    Properties {
-        // CU_MEM_ALLOCATION_TYPE_PINNED
-        kind: 1,
-        handles: DESCRIPTOR,
-        location: Location {
-            kind: DEVICE,
-            id: device,
-        },
-        security: 0,
-        compression: 0,
-        rdma: u8::from(abilities & CAN_RDMA != 0),
-        usage: 0,
-        reserved: [0; 4],
-    }
 }
 
 /// What a device can do.

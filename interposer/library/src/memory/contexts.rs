@@ -15,9 +15,21 @@ pub unsafe fn destroy(real: unsafe extern "C" fn(u64) -> Status, context: u64) -
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(context) };
     if let Some(area) = area::get().filter(|_| status == SUCCESS) {
+        area.remove_context(context);
         end(area, context);
     }
     status
+}
+
+/// The program has made a context.
+///
+/// # Safety
+/// The driver has written it there.
+pub unsafe fn remember(to: u64) {
+    // SAFETY: as the caller promises.
+    if let Some((area, to)) = area::get().zip(unsafe { driver::out::<u64>(to) }) {
+        area.add_context(*to);
+    }
 }
 
 /// cuDevicePrimaryCtxRetain

@@ -5,6 +5,7 @@
 pub mod allocations;
 pub mod attributes;
 pub mod contexts;
+pub mod moving;
 pub mod pieces;
 
 use firn_interposer::table::{Access, Host};

@@ -1,6 +1,6 @@
 //! What the program makes and maps itself, and what it shares.
 
-use firn_interposer::table::{Mapping, Piece};
+use firn_interposer::table::{Kind, Mapping, Piece};
 
 use super::allocations::abilities;
 use super::{grant, table};
@@ -35,7 +35,22 @@ pub unsafe fn create(
                 return status;
             }
         }
-        add(to, bytes, asked.handles, false);
+        let kind = Kind {
+            location: asked.location.kind,
+            id: asked.location.id,
+            compression: asked.compression,
+            rdma: asked.rdma,
+            usage: asked.usage,
+        };
+        add(
+            to,
+            Piece {
+                bytes,
+                asked: asked.handles,
+                kind,
+                ..Piece::default()
+            },
+        );
     }
     SUCCESS
 }
@@ -52,16 +67,13 @@ fn with_descriptors(asked: &Properties) -> Option<Properties> {
 }
 
 /// Adds a piece that the program has a handle of, and gives it the number by which it is known.
-fn add(handle: &mut u64, bytes: u64, asked: u32, is_imported: bool) {
+fn add(handle: &mut u64, piece: Piece) {
     if let Some(mut table) = table() {
         let piece = Piece {
             known: table.fresh(*handle),
             real: *handle,
-            bytes,
-            asked,
             handles: 1,
-            mappings: 0,
-            is_imported,
+            ..piece
         };
         // Without room for it the program has the driver's own handle.
         if table.add_piece(piece).is_ok() {
@@ -226,7 +238,14 @@ pub unsafe fn import(
     unsafe {
         let status = real(to, shared, kind);
         if let Some(to) = driver::out::<u64>(to).filter(|_| status == SUCCESS) {
-            add(to, 0, kind, true);
+            add(
+                to,
+                Piece {
+                    asked: kind,
+                    is_imported: true,
+                    ..Piece::default()
+                },
+            );
         }
         status
     }
