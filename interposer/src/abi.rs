@@ -73,9 +73,9 @@ pub enum Request {
     /// To be answered: that is all.
     Hello,
     /// The gate shut, and answered when nobody is inside, or after so many milliseconds. It opens again by
-    /// itself if no request comes for [`LEASE_SECONDS`].
+    /// itself if no request comes for [`LEASE_SECONDS`] while all memory is in the process.
     Shut { wait: u32 },
-    /// The gate open.
+    /// The gate open, if all memory is in the process.
     Open,
     /// Every context idle, and the driver ready to take memory out: tried with a piece that nobody has.
     Rehearse { wait: u32 },
@@ -106,6 +106,10 @@ pub enum Answer {
     Refused { status: u32 },
     /// It is not done yet, or something before it. Nothing but `Hello` and `Open` can be asked until it is.
     Working,
+    /// Memory is out of the process, or may be: the gate stays shut.
+    Away,
+    /// The gate is open: memory stays where it is.
+    Idle,
     /// The library does not know the request.
     Unknown,
 }
@@ -166,6 +170,8 @@ impl Answer {
             Self::Unknown => (4, [0; 3]),
             Self::Refused { status } => (5, [status, 0, 0]),
             Self::Working => (6, [0; 3]),
+            Self::Away => (7, [0; 3]),
+            Self::Idle => (8, [0; 3]),
         };
         message(number, kind, words)
     }
@@ -183,6 +189,8 @@ impl Answer {
             4 => Self::Unknown,
             5 => Self::Refused { status: first },
             6 => Self::Working,
+            7 => Self::Away,
+            8 => Self::Idle,
             _ => return None,
         };
         Some((number, answer))
@@ -255,6 +263,8 @@ mod tests {
             Answer::Failed { errno: 87 },
             Answer::Refused { status: 801 },
             Answer::Working,
+            Answer::Away,
+            Answer::Idle,
             Answer::Unknown,
         ] {
             assert_eq!(Answer::of(&answer.to_bytes(7)), Some((7, answer)));

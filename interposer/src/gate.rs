@@ -64,6 +64,9 @@ const CALLS: u32 = ASKING - 1;
 /// handler of a signal that interrupts it there asks for itself.
 const ASKING: u32 = 1 << 31;
 
+/// Of the number of a slot's thread: it takes the slot at this moment. The kernel's numbers are smaller.
+const CLAIMED: u32 = 1 << 31;
+
 /// Set while the gate is shut.
 const SHUT: u32 = 1;
 /// Set if membarrier cannot be used.
@@ -101,16 +104,24 @@ impl<S: AsRef<[Slot]> + ?Sized> Gate<S> {
         }
         let take = |slot: &&Slot| {
             let owner = slot.tid.load(Ordering::Relaxed);
-            let is_free = owner == 0 || is_gone(owner);
+            let is_free = owner == 0 || owner & CLAIMED == 0 && is_gone(owner);
             let take = || {
                 slot.tid
                     .compare_exchange(owner, tid, Ordering::AcqRel, Ordering::Relaxed)
             };
             is_free && take().is_ok()
         };
-        // One that had this number before may have ended inside of a call.
-        let mut used = self.used();
-        let former = used.find(|slot| slot.tid.load(Ordering::Relaxed) == tid);
+        // One that had this number before may have ended inside of a call. Others may take its slot as well.
+        let claim = |slot: &&Slot| {
+            let claimed = tid | CLAIMED;
+            slot.tid
+                .compare_exchange(tid, claimed, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+        };
+        let former = self.used().find(claim);
+        if let Some(slot) = former {
+            slot.tid.store(tid, Ordering::Release);
+        }
         let mut all = self.slots.as_ref().iter().enumerate();
         let taken = former.or_else(|| {
             let (index, slot) = all.find(|(_, slot)| take(slot))?;
@@ -204,6 +215,11 @@ impl<S: AsRef<[Slot]> + ?Sized> Gate<S> {
         // Once more, since CRIU may have restored the process without it.
         membarrier(MembarrierCommand::RegisterPrivateExpedited)?;
         membarrier(MembarrierCommand::PrivateExpedited)
+    }
+
+    /// Whether the gate is shut.
+    pub fn is_shut(&self) -> bool {
+        self.state.load(Ordering::Acquire) & SHUT != 0
     }
 
     /// Opens the gate.

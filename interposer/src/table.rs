@@ -21,21 +21,13 @@ pub struct Piece {
     pub mappings: u32,
     /// Whether it came from another process, by a handle.
     pub is_imported: bool,
-    pub state: State,
+    /// Whether something else may refer to it as well: another process, a multicast object, an array.
+    pub is_shared: bool,
+    /// A descriptor of it was lent, and the gate has not been open since.
+    pub is_lent: bool,
+    /// It is out of the process, and has no handle of the driver's.
+    pub is_out: bool,
     pub kind: Kind,
-}
-
-/// Where a piece is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(u8)]
-pub enum State {
-    /// In the process, where the program has it.
-    #[default]
-    In = 0,
-    /// Taken out: its mappings are empty.
-    Out = 1,
-    /// Back in the process, not yet mapped.
-    Back = 2,
 }
 
 /// What a piece is made of, as the driver has it (CUmemAllocationProp).
@@ -73,6 +65,12 @@ pub struct Mapping {
     /// The context that an allocation belongs to, and its device's number in the process.
     pub context: u64,
     pub device: u32,
+    /// Nothing is mapped there at the moment.
+    pub is_empty: bool,
+    /// Of an allocation, in its first mapping.
+    pub stage: Stage,
+    /// Of an allocation, in its first mapping: its context is being destroyed.
+    pub is_ending: bool,
     pub access: Access,
 }
 
@@ -91,6 +89,19 @@ impl Mapping {
     pub fn is_allocation(&self) -> bool {
         self.allocation != 0
     }
+}
+
+/// Whether a program has an allocation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Stage {
+    /// It has.
+    #[default]
+    Whole = 0,
+    /// It has freed it, and the driver could not be asked at that moment.
+    Freed = 1,
+    /// It does not have it yet, or no longer: one thread makes it or discards it.
+    Partial = 2,
 }
 
 /// Who may access a mapping.
@@ -206,6 +217,27 @@ impl<const N: usize> Table<N> {
         Some(self.pieces.remove(known)?.real)
     }
 
+    /// Every piece, and whether it could be taken out and put back: none is another process's or shared, and
+    /// each mapping is known.
+    pub fn is_own(&self) -> bool {
+        let is_own = |piece: &Piece| !piece.is_imported && !piece.is_shared;
+        self.lost == 0 && self.pieces.all().iter().all(is_own)
+    }
+
+    /// Something else may refer to the pieces of a range from now on.
+    pub fn share(&mut self, begin: u64, end: u64) {
+        let mut from = begin;
+        while let Some(mapping) = self.at(from).copied() {
+            if let Some(piece) = self.pieces.get_mut(mapping.piece) {
+                piece.is_shared = true;
+            }
+            from = mapping.end();
+            if from >= end {
+                break;
+            }
+        }
+    }
+
     /// The mapping that has an address.
     pub fn at(&self, address: u64) -> Option<&Mapping> {
         let mapping = self.mappings.last_up_to(address)?;
@@ -216,6 +248,9 @@ impl<const N: usize> Table<N> {
     pub fn allocation(&self, address: u64) -> Option<Allocation> {
         let begin = self.at(address)?.allocation;
         let first = self.mappings.get(begin).filter(|first| first.is_allocation())?;
+        if first.stage != Stage::Whole {
+            return None;
+        }
         let parts = self.mappings.between(begin, u64::MAX).iter();
         let parts = parts.take_while(|mapping| mapping.allocation == begin);
         Some(Allocation {

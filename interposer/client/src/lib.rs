@@ -21,6 +21,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketType, recvmsg, sendmsg,
 };
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::rand::{GetRandomFlags, getrandom};
 
 /// The symbol by which the library keeps the address of its area.
 const AREA: &str = "firn_cuda_area";
@@ -97,11 +98,7 @@ impl Library {
             return Ok(None);
         };
         match pidfd_getfd(process, end, PidfdGetfdFlags::empty()) {
-            Ok(end) if is_pair(&end, pid)? => Ok(Some(Process {
-                reach,
-                end,
-                number: 0,
-            })),
+            Ok(end) if is_pair(&end, pid)? => Ok(Some(Process::new(reach, end)?)),
             // The program has closed it; it may have something else by this number.
             Ok(_) | Err(Errno::BADF) => Ok(None),
             Err(error) => Err(error.into()),
@@ -143,6 +140,14 @@ fn is_pair(end: &OwnedFd, pid: Pid) -> io::Result<bool> {
 }
 
 impl Process {
+    /// Another one may have asked before, and answers to it may still come: no number is used twice.
+    fn new(reach: Reach, end: OwnedFd) -> io::Result<Self> {
+        let mut number = [0; 8];
+        getrandom(&mut number, GetRandomFlags::empty())?;
+        let number = u64::from_ne_bytes(number);
+        Ok(Self { reach, end, number })
+    }
+
     /// Asks the library for something that needs no descriptors.
     ///
     /// # Errors
@@ -182,6 +187,10 @@ impl Process {
         let end = Instant::now() + LIMIT + 3 * Duration::from_millis(request.wait().into());
         loop {
             let left = end.saturating_duration_since(Instant::now());
+            // Also where messages come all the time.
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
             let (bytes, descriptors) = self.received(left)?;
             if let Some((number, answer)) = Answer::of(&bytes)
                 && number == self.number

@@ -236,15 +236,56 @@ fn memory_leaves_a_process_and_comes_back() {
         assert_eq!(process.ask(Request::Detach { wait: WAIT }).unwrap(), Answer::Done);
         let ranges: usize = program.answer_to("left").parse().unwrap();
         assert_eq!(ranges, pieces.len(), "addresses alone");
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Away);
         // Again, as after an answer that was lost.
         assert_eq!(process.ask(Request::Detach { wait: WAIT }).unwrap(), Answer::Done);
         let (first, others) = pieces.split_at(2);
         assert_eq!(process.attach(0, first, WAIT).unwrap(), Answer::Done);
         assert_eq!(process.attach(0, first, WAIT).unwrap(), Answer::Done);
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Away, "a part is out");
         assert_eq!(process.attach(2, others, WAIT).unwrap(), Answer::Done);
         assert_eq!(program.answer_to("left"), before);
-        process.ask(Request::Open).unwrap();
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
     }
+    program.until_it_calls();
+    assert_eq!(program.answer_to("wrong"), "0");
+}
+
+#[test]
+fn memory_that_may_be_in_use_stays() {
+    let mut program = Program::of(common::fixtures("memory", &["moved"]), "moved");
+    let mut process = program.process();
+    program.until_it_calls();
+    let (detach, shut) = (Request::Detach { wait: WAIT }, Request::Shut { wait: WAIT });
+    // The gate is open.
+    assert_eq!(process.ask(detach).unwrap(), Answer::Idle);
+    assert_eq!(process.lend(0, WAIT).unwrap().unwrap_err(), Answer::Idle);
+    // Nobody has asked for descriptors, or not since the gate was open.
+    assert_eq!(process.ask(shut).unwrap(), Answer::Done);
+    assert_eq!(process.ask(detach).unwrap(), Answer::Refused { status: 211 });
+    lent(&mut process);
+    assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
+    assert_eq!(process.ask(shut).unwrap(), Answer::Done);
+    assert_eq!(process.ask(detach).unwrap(), Answer::Refused { status: 211 });
+    // A message without the descriptors that it names.
+    let pieces = lent(&mut process);
+    assert_eq!(process.ask(detach).unwrap(), Answer::Done);
+    let without = Request::Attach {
+        wait: WAIT,
+        from: 0,
+        count: 2,
+    };
+    assert_eq!(process.ask(without).unwrap(), Answer::Refused { status: 1 });
+    assert_eq!(process.ask(Request::Open).unwrap(), Answer::Away);
+    assert_eq!(process.attach(0, &pieces, WAIT).unwrap(), Answer::Done);
+    assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
+    // Another process may have a piece.
+    assert_eq!(program.answer_to("share"), "0");
+    assert_eq!(process.ask(shut).unwrap(), Answer::Done);
+    let refused = Answer::Refused { status: 801 };
+    assert_eq!(process.lend(0, WAIT).unwrap().unwrap_err(), refused);
+    assert_eq!(process.ask(detach).unwrap(), refused);
+    assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
     program.until_it_calls();
     assert_eq!(program.answer_to("wrong"), "0");
 }

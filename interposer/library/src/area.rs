@@ -25,6 +25,9 @@ pub const DEVICES: usize = 32;
 /// Contexts of a process that are known, apart from primary ones.
 const CONTEXTS: usize = 64;
 
+/// Streams that are captured at a time.
+const CAPTURES: usize = 64;
+
 pub type Memory = Table<PIECES>;
 
 /// What the threads of a process share. Of zero bytes it is that of a process without contexts.
@@ -33,20 +36,54 @@ pub struct Area {
     pub beacon: Beacon,
     /// Whether a thread has begun to start the library's own one.
     has_begun: AtomicBool,
+    /// Whether memory is out of the process, or may be: then the gate stays shut.
+    pub is_away: AtomicBool,
     /// What each device can do; 0: not asked yet.
     pub abilities: [AtomicU32; DEVICES],
     /// For each device, a bit for each one whose contexts may access its allocations.
     pub peers: [AtomicU32; DEVICES],
     /// For each device, its primary context.
     pub primary: [AtomicU64; DEVICES],
+    /// There is a context that is not among these: nobody can wait for its work.
+    pub has_unknown: AtomicBool,
     /// Contexts that the program has made itself; 0: none.
     made: [AtomicU64; CONTEXTS],
+    /// Streams that are captured; 0: none.
+    pub captures: [AtomicU64; CAPTURES],
+    /// There are allocations that the program has freed, and that are still there.
+    pub has_freed: AtomicBool,
     pub job: Job,
     pub gate: Gate<[Slot; THREADS]>,
     pub memory: Lock<Memory>,
 }
 
 impl Area {
+    /// Whether a stream is captured.
+    pub fn is_capturing(&self) -> bool {
+        let is_taken = |place: &AtomicU64| place.load(Ordering::Acquire) != 0;
+        self.captures.iter().any(is_taken)
+    }
+
+    /// Opens the gate. False: memory is out of the process, and it stays shut.
+    pub fn open(&self) -> bool {
+        let is_whole = !self.is_away.load(Ordering::Acquire);
+        if is_whole && self.gate.is_shut() {
+            for piece in self.memory.take().pieces.all_mut() {
+                piece.is_lent = false;
+            }
+            self.gate.open();
+        }
+        is_whole
+    }
+
+    /// Notes whether memory is out of the process.
+    pub fn look(&self) {
+        let table = self.memory.take();
+        let is_away = table.pieces.all().iter().any(|piece| piece.is_out)
+            || table.mappings.all().iter().any(|mapping| mapping.is_empty);
+        self.is_away.store(is_away, Ordering::Release);
+    }
+
     /// The contexts that there are.
     pub fn contexts(&self) -> impl Iterator<Item = u64> {
         let all = self.primary.iter().chain(&self.made);
@@ -56,12 +93,13 @@ impl Area {
 
     /// The program has made a context.
     pub fn add_context(&self, context: u64) {
-        // More than there is room for are not waited for before memory is taken out: that is refused then.
-        let _ = self.made.iter().find(|place| {
-            place
-                .compare_exchange(0, context, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        });
+        let take = |place: &&AtomicU64| {
+            let taken = place.compare_exchange(0, context, Ordering::AcqRel, Ordering::Relaxed);
+            taken.is_ok()
+        };
+        if self.made.iter().find(take).is_none() {
+            self.has_unknown.store(true, Ordering::Release);
+        }
     }
 
     /// The program has destroyed a context.

@@ -82,6 +82,14 @@ macro_rules! call {
     (cuMulticastBindMem, $($rest:ident),*) => { memory::pieces::bind($($rest),*) };
     (cuMulticastBindMem_v2, $($rest:ident),*) => { memory::pieces::bind_of_device($($rest),*) };
     (cuLogicalEndpointBindMem, $($rest:ident),*) => { memory::pieces::bind_endpoint($($rest),*) };
+    (cuMulticastBindAddr, $($rest:ident),*) => { memory::pieces::bind_range($($rest),*) };
+    (cuMulticastBindAddr_v2, $($rest:ident),*) => { memory::pieces::bind_range_of_device($($rest),*) };
+    (cuLogicalEndpointBindAddr, $($rest:ident),*) => { memory::pieces::bind_range_of_endpoint($($rest),*) };
+    (cuMemGetHandleForAddressRange, $($rest:ident),*) => { memory::pieces::handle_of_range($($rest),*) };
+    (cuMulticastCreate, $($rest:ident),*) => { memory::pieces::create_multicast($($rest),*) };
+    (cuPointerSetAttribute, $($rest:ident),*) => { memory::attributes::set($($rest),*) };
+    (cuMemFreeAsync, $($rest:ident),*) => { memory::allocations::free_in_stream($($rest),*) };
+    (cuMemFreeAsync_ptsz, $($rest:ident),*) => { memory::allocations::free_in_stream($($rest),*) };
     (cuMemMapArrayAsync, $($rest:ident),*) => { memory::pieces::map_arrays($($rest),*) };
     (cuMemMapArrayAsync_ptsz, $($rest:ident),*) => { memory::pieces::map_arrays($($rest),*) };
     (cuCtxDestroy, $($rest:ident),*) => { memory::contexts::destroy($($rest),*) };
@@ -93,6 +101,14 @@ macro_rules! call {
     (cuDevicePrimaryCtxReset_v2, $($rest:ident),*) => { memory::contexts::release($($rest),*) };
     (cuCtxEnablePeerAccess, $($rest:ident),*) => { memory::contexts::enable_peer($($rest),*) };
     (cuCtxDisablePeerAccess, $($rest:ident),*) => { memory::contexts::disable_peer($($rest),*) };
+    (cuStreamDestroy, $real:ident, $stream:ident) => {{
+        memory::captures::forget($stream);
+        $real($stream)
+    }};
+    (cuStreamDestroy_v2, $real:ident, $stream:ident) => {{
+        memory::captures::forget($stream);
+        $real($stream)
+    }};
     ($symbol:ident, $real:ident, $($argument:ident),*) => { $real($($argument),*) };
 }
 
@@ -113,6 +129,24 @@ macro_rules! after {
         after!(context, $answer, $to, $($rest)*)
     }};
     (cuDevicePrimaryCtxRetain, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuStreamBeginCapture, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCapture_v2, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCapture_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCapture_v2_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToGraph, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToGraph_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToCig, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToCig_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
+    (cuStreamEndCapture, $($rest:tt)*) => { after!(captured, $($rest)*) };
+    (cuStreamEndCapture_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
+    (cuStreamEndCaptureToCig, $($rest:tt)*) => { after!(captured, $($rest)*) };
+    (cuStreamEndCaptureToCig_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
+    (capture, $answer:ident, $stream:ident $(, $argument:ident)*) => {
+        memory::captures::begin($answer, $stream)
+    };
+    (captured, $answer:ident, $stream:ident $(, $argument:ident)*) => {
+        memory::captures::end($answer, $stream)
+    };
     (context, $answer:ident, $($argument:ident),*) => {{
         if $answer == 0 {
             service::start();

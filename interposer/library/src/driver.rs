@@ -98,8 +98,10 @@ macro_rules! functions {
 functions! {
     cuCtxGetCurrent(context: *mut u64);
     cuCtxGetDevice(device: *mut i32);
+    cuCtxGetFlags(flags: *mut u32);
     cuCtxPopCurrent_v2(context: *mut u64);
     cuCtxPushCurrent_v2(context: u64);
+    cuCtxSetFlags(flags: u32);
     cuCtxSynchronize();
     cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32);
     cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, is_active: *mut i32);
@@ -107,11 +109,13 @@ functions! {
     cuMemAddressReserve(address: *mut u64, bytes: u64, alignment: u64, wanted: u64, flags: u64);
     cuMemCreate(handle: *mut u64, bytes: u64, properties: *const Properties, flags: u64);
     cuMemExportToShareableHandle(to: *mut i32, handle: u64, kind: u32, flags: u64);
+    cuMemGetInfo_v2(free: *mut u64, total: *mut u64);
     cuMemImportFromShareableHandle(to: *mut u64, shared: usize, kind: u32);
     cuMemMap(address: u64, bytes: u64, offset: u64, handle: u64, flags: u64);
     cuMemRelease(handle: u64);
     cuMemSetAccess(address: u64, bytes: u64, accessors: *const Accessor, count: u64);
     cuMemUnmap(address: u64, bytes: u64);
+    cuStreamSynchronize(stream: u64);
     cuMemcpyDtoD_v2(to: u64, from: u64, bytes: u64);
 }
 

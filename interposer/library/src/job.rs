@@ -1,13 +1,14 @@
 //! What the library does with the driver for firn, in a thread of its own: the driver may take its time, and
 //! the thread that answers firn must not wait for it.
 
-use core::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 
 use firn_interposer::abi::{Answer, PIECES, Request};
 use rustix::event::Timespec;
 use rustix::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use rustix::thread::futex;
 
+use crate::area;
 use crate::driver::{SUCCESS, Status};
 use crate::memory::moving;
 use crate::message::{Descriptors, NONE};
@@ -31,6 +32,8 @@ pub struct Job {
     from: AtomicU32,
     count: AtomicU32,
     status: AtomicI32,
+    /// Nobody waits for its end any more.
+    is_unawaited: AtomicBool,
     /// One more than each descriptor that goes with it; 0: none.
     descriptors: [AtomicI32; PIECES as usize],
 }
@@ -46,16 +49,15 @@ impl Job {
             Request::Attach { from, count, .. } => (3, from, count),
             Request::Hello | Request::Open | Request::Shut { .. } => return Answer::Unknown,
         };
-        match self.state.load(Ordering::Acquire) {
-            IDLE => {}
-            // Nobody has waited for its end.
-            DONE => drop(self.taken()),
-            _ => return Answer::Working,
+        self.clear();
+        if self.state.load(Ordering::Acquire) != IDLE {
+            return Answer::Working;
         }
         self.kind.store(kind, Ordering::Relaxed);
         self.from.store(from, Ordering::Relaxed);
         self.count.store(count.min(PIECES), Ordering::Relaxed);
         self.give(descriptors);
+        self.is_unawaited.store(false, Ordering::Relaxed);
         self.state.store(GIVEN, Ordering::Release);
         let _ = futex::wake(&self.state, futex::Flags::PRIVATE, 1);
         for _ in 0..request.wait().div_ceil(LOOK_MILLISECONDS) {
@@ -65,6 +67,9 @@ impl Job {
             }
         }
         if self.state.load(Ordering::Acquire) != DONE {
+            self.is_unawaited.store(true, Ordering::SeqCst);
+            // It may have ended just now, without having seen this.
+            self.clear();
             return Answer::Working;
         }
         let status = self.status.load(Ordering::Relaxed);
@@ -118,9 +123,22 @@ impl Job {
     }
 
     fn finish(&self, status: Status, descriptors: &mut Descriptors) {
-        self.give(descriptors);
+        if !self.is_unawaited.load(Ordering::SeqCst) {
+            self.give(descriptors);
+        }
+        if let Some(area) = area::get() {
+            area.look();
+        }
         self.status.store(status, Ordering::Relaxed);
-        self.state.store(DONE, Ordering::Release);
+        self.state.store(DONE, Ordering::SeqCst);
         let _ = futex::wake(&self.state, futex::Flags::PRIVATE, 1);
+    }
+
+    /// Closes what a job has made for whom nobody waits.
+    pub fn clear(&self) {
+        if self.state.load(Ordering::SeqCst) == DONE {
+            drop(self.taken());
+            self.state.store(IDLE, Ordering::Release);
+        }
     }
 }

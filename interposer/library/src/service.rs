@@ -5,6 +5,7 @@
 
 use core::ffi::{c_int, c_void};
 use core::mem::transmute;
+use core::sync::atomic::Ordering;
 use core::{ptr, time::Duration};
 
 use firn_interposer::abi::{self, Answer, Reach, Request};
@@ -98,7 +99,7 @@ unsafe extern "C" fn serve(ends: *mut c_void) -> *mut c_void {
         let mut lease = Lease { area, seconds: 0 };
         while lease.serve_next(near).is_some() {}
         area.beacon.hide();
-        area.gate.open();
+        area.open();
     }
     ptr::null_mut()
 }
@@ -133,8 +134,8 @@ impl Lease {
     fn pass(&mut self) {
         if self.seconds > 0 {
             self.seconds -= 1;
-            if self.seconds == 0 {
-                self.area.gate.open();
+            if self.seconds == 0 && !self.area.open() {
+                self.seconds = 1;
             }
         }
     }
@@ -157,14 +158,28 @@ impl Lease {
         }
         match request {
             Request::Hello => Answer::Done,
-            Request::Open => {
-                self.area.gate.open();
+            Request::Open if self.area.open() => {
+                self.area.job.clear();
                 self.seconds = 0;
                 Answer::Done
             }
+            Request::Open => Answer::Away,
             Request::Shut { wait } => self.shut(Duration::from_millis(wait.into())),
-            _ => self.area.job.does(request, descriptors),
+            _ if !self.area.gate.is_shut() => Answer::Idle,
+            _ => match self.busy() {
+                Answer::Done => self.move_memory(request, descriptors),
+                busy => busy,
+            },
         }
+    }
+
+    fn move_memory(&self, request: Request, descriptors: &mut Descriptors) -> Answer {
+        if matches!(request, Request::Detach { .. } | Request::Attach { .. }) {
+            // Before it begins: the gate is not to open in between.
+            self.area.is_away.store(true, Ordering::Release);
+        }
+        // What has moved is looked at when it is done.
+        self.area.job.does(request, descriptors)
     }
 
     fn shut(&mut self, wait: Duration) -> Answer {

@@ -1,11 +1,12 @@
 //! What the program allocates in one step: an address range, and pieces mapped into it.
 
+use core::iter;
 use core::sync::atomic::Ordering;
 
 use firn_interposer::sorted::Refused;
-use firn_interposer::table::{Kind, Mapping, Piece};
+use firn_interposer::table::{Allocation, Kind, Mapping, Piece, Stage};
 
-use super::{access, current, grant, table, within};
+use super::{access, current, grant, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, READ_WRITE, SUCCESS, Status};
 
@@ -40,11 +41,10 @@ pub unsafe fn allocate(real: unsafe extern "C" fn(u64, u64) -> Status, to: u64, 
         let made = own.and_then(|(area, to)| Some((to, make(area, bytes)?)));
         match made {
             None => real(to, bytes),
-            Some((to, Ok(begin))) => {
+            Some((to, begin)) => {
                 *to = begin;
                 SUCCESS
             }
-            Some((_, Err(status))) => status,
         }
     }
 }
@@ -71,11 +71,10 @@ pub unsafe fn allocate_pitched(
         let made = own.and_then(|((area, bytes), out)| Some((out, make(area, bytes)?)));
         match made {
             None => real(to, pitch, width, height, element),
-            Some(((to, pitch), Ok(begin))) => {
+            Some(((to, pitch), begin)) => {
                 (*to, *pitch) = (begin, row.unwrap_or_default());
                 SUCCESS
             }
-            Some((_, Err(status))) => status,
         }
     }
 }
@@ -86,37 +85,120 @@ pub unsafe fn allocate_pitched(
 /// As the driver's.
 pub unsafe fn free(real: unsafe extern "C" fn(u64) -> Status, address: u64) -> Status {
     let own = |table: &Memory| table.allocation(address).filter(|found| found.begin == address);
-    let Some(found) = table().and_then(|table| own(&table)) else {
+    let Some((area, found)) = area::get().and_then(|area| Some((area, own(&area.memory.take())?))) else {
         // SAFETY: the arguments are those of the program.
         return unsafe { real(address) };
     };
-    // The driver waits as well for the work that may use it. Nobody waits for this thread meanwhile.
-    // SAFETY: it has no arguments.
-    let waited = within(found.context, || unsafe { driver::cuCtxSynchronize() });
+    if area.is_capturing() {
+        // It cannot be waited for now; the driver would free it at once.
+        set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
+        area.has_freed.store(true, Ordering::Release);
+        return SUCCESS;
+    }
+    discard_freed(area);
+    // The driver waits as well for the work that may use it, also on other devices.
+    let waited = wait(area, &found);
     if waited != SUCCESS {
         return waited;
     }
-    match table() {
-        Some(mut table) if own(&table).is_some() => discard(&mut table, address, found.bytes),
-        // Another thread of the program has freed it.
-        _ => driver::INVALID_VALUE,
+    // Another thread of the program may have freed it, and made another one there.
+    let found = {
+        let mut table = area.memory.take();
+        let found = own(&table);
+        if let Some(found) = found {
+            set_stage(&mut table, found.begin, Stage::Partial);
+        }
+        found
+    };
+    found.map_or(driver::INVALID_VALUE, |found| {
+        discard(area, found.begin, found.bytes)
+    })
+}
+
+/// cuMemFreeAsync
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn free_in_stream(
+    real: unsafe extern "C" fn(u64, u64) -> Status,
+    address: u64,
+    stream: u64,
+) -> Status {
+    let is_own = |area: &Area| area.memory.take().allocation(address).is_some();
+    if !area::get().is_some_and(is_own) {
+        // SAFETY: the arguments are those of the program.
+        return unsafe { real(address, stream) };
+    }
+    // SAFETY: the program has this stream.
+    let waited = unsafe { driver::cuStreamSynchronize(stream) };
+    if waited != SUCCESS {
+        return waited;
+    }
+    extern "C" fn unknown(_: u64) -> Status {
+        driver::INVALID_VALUE
+    }
+    // SAFETY: as the program's; an allocation that another thread has freed is unknown.
+    unsafe { free(unknown, address) }
+}
+
+/// Discards what was freed while a stream was captured, if none is.
+fn discard_freed(area: &Area) {
+    if area.is_capturing() || !area.has_freed.swap(false, Ordering::AcqRel) {
+        return;
+    }
+    let next = || {
+        let mut table = area.memory.take();
+        let freed = table
+            .mappings
+            .all()
+            .iter()
+            .find(|first| first.stage == Stage::Freed)?
+            .begin;
+        set_stage(&mut table, freed, Stage::Whole);
+        let found = table.allocation(freed)?;
+        set_stage(&mut table, freed, Stage::Partial);
+        Some(found)
+    };
+    while let Some(found) = next() {
+        // If it cannot be waited for, the device has failed.
+        let _ = wait(area, &found);
+        discard(area, found.begin, found.bytes);
     }
 }
 
-/// Makes an allocation of so many bytes in the current context. None: the driver is to make it.
-fn make(area: &Area, asked: u64) -> Option<Result<u64, Status>> {
+/// Waits for the work of an allocation's context, and of those that may access it.
+fn wait(area: &Area, found: &Allocation) -> Status {
+    let peers = area.peers.get(found.device as usize);
+    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
+    let others = area
+        .primary
+        .iter()
+        .zip(0..)
+        .filter(|(_, device)| peers & (1 << *device) != 0);
+    let others = others.map(|(context, _)| context.load(Ordering::Acquire));
+    for context in iter::once(found.context).chain(others.filter(|context| *context != 0)) {
+        // SAFETY: it has no arguments.
+        let waited = within(context, || unsafe { driver::cuCtxSynchronize() });
+        if waited != SUCCESS {
+            return waited;
+        }
+    }
+    SUCCESS
+}
+
+/// Makes an allocation of so many bytes in the current context. None: the driver is to make it, or to refuse
+/// it in its own words.
+fn make(area: &Area, asked: u64) -> Option<u64> {
+    discard_freed(area);
     let (device, context) = current()?;
     let abilities = abilities(area, device)?;
     let bytes = asked.checked_next_multiple_of(GRANULARITY)?;
-    if abilities & CAN_MAP == 0 || abilities & CAN_EXPORT == 0 {
+    if abilities & CAN_MAP == 0 || abilities & CAN_EXPORT == 0 || !has_room(bytes) {
         return None;
     }
     let mut begin = 0;
     // SAFETY: the driver's function, with a place for its result.
-    let reserved = unsafe { driver::cuMemAddressReserve(&mut begin, bytes, 0, 0, 0) };
-    if reserved != SUCCESS {
-        return Some(Err(reserved));
-    }
+    check(unsafe { driver::cuMemAddressReserve(&mut begin, bytes, 0, 0, 0) })?;
     let wanted = Wanted {
         begin,
         bytes,
@@ -130,18 +212,18 @@ fn make(area: &Area, asked: u64) -> Option<Result<u64, Status>> {
             ..Kind::default()
         },
     };
-    // From here to the end: an allocation that others see is complete.
-    let mut table = area.memory.take();
-    let filled = wanted.fill(&mut table, area);
-    if filled.is_err() {
-        discard(&mut table, begin, bytes);
+    if wanted.fill(area).is_none() {
+        discard(area, begin, bytes);
+        return None;
     }
-    match filled {
-        Ok(()) => Some(Ok(begin)),
-        Err(Some(status)) => Some(Err(status)),
-        // There is no room in the table.
-        Err(None) => None,
-    }
+    Some(begin)
+}
+
+/// Whether there is room for an allocation of several pieces, of which the first ones could be had.
+fn has_room(bytes: u64) -> bool {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the driver's function, with places for its results.
+    bytes <= LARGEST || unsafe { driver::cuMemGetInfo_v2(&mut free, &mut total) } != SUCCESS || bytes <= free
 }
 
 struct Wanted {
@@ -154,24 +236,26 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Maps pieces into the whole range. Err: what the driver answers, or none if the table has no room. What
-    /// is there by then is in the table.
-    fn fill(&self, table: &mut Memory, area: &Area) -> Result<(), Option<Status>> {
+    /// Maps pieces into the whole range. None: it cannot be. What is there by then is in the table.
+    fn fill(&self, area: &Area) -> Option<()> {
         let mut done = 0;
         while done < self.bytes {
-            done += self.map_next(table, done)?;
+            done += self.map_next(area, done)?;
         }
+        grant_range(area, self.begin, self.bytes, &access(self.device, READ_WRITE)).ok()?;
+        set_stage(&mut area.memory.take(), self.begin, Stage::Whole);
+        // Whoever is added to them from now on sees the allocation.
         let peers = area.peers.get(self.device as usize);
         let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
-        let devices = (0..u32::BITS).filter(|peer| *peer == self.device || peers & (1 << peer) != 0);
-        for device in devices {
-            grant_range(table, self.begin, self.bytes, &access(device, READ_WRITE)).map_err(Some)?;
+        for device in (0..u32::BITS).filter(|peer| peers & (1 << peer) != 0) {
+            // As without this a peer that cannot access it fails where it tries.
+            let _ = grant_range(area, self.begin, self.bytes, &access(device, READ_WRITE));
         }
-        Ok(())
+        Some(())
     }
 
     /// Maps the next piece, and returns its size.
-    fn map_next(&self, table: &mut Memory, done: u64) -> Result<u64, Option<Status>> {
+    fn map_next(&self, area: &Area, done: u64) -> Option<u64> {
         let bytes = (self.bytes - done).min(LARGEST);
         let begin = self.begin + done;
         let mut real = 0;
@@ -179,72 +263,81 @@ impl Wanted {
         check(unsafe { driver::cuMemCreate(&mut real, bytes, &Properties::of(self.kind, DESCRIPTOR), 0) })?;
         // SAFETY: the range is reserved, and nothing is mapped there.
         let mapped = check(unsafe { driver::cuMemMap(begin, bytes, 0, real, 0) });
-        let known = table.fresh(real);
-        let added = mapped.and_then(|()| {
-            let piece = Piece {
-                known,
-                real,
-                bytes,
-                kind: self.kind,
-                ..Piece::default()
-            };
-            let mapping = Mapping {
-                begin,
-                bytes,
-                piece: known,
-                allocation: self.begin,
-                asked: if done == 0 { self.asked } else { 0 },
-                context: self.context,
-                device: self.device,
-                ..Mapping::default()
-            };
-            let added = table.add_piece(piece).and_then(|()| table.add_mapping(mapping));
-            added.map_err(|Refused| {
-                // SAFETY: it was mapped above.
-                unsafe { driver::cuMemUnmap(begin, bytes) };
-                None
-            })
-        });
-        if added.is_err() {
-            table.forget(known);
-            // SAFETY: it was made above, and nobody has it.
-            unsafe { driver::cuMemRelease(real) };
+        if mapped.is_some() && self.add(&mut area.memory.take(), real, done, bytes).is_ok() {
+            return Some(bytes);
         }
-        added.map(|()| bytes)
+        // SAFETY: it was made and mapped above, and nobody has it.
+        unsafe {
+            if mapped.is_some() {
+                driver::cuMemUnmap(begin, bytes);
+            }
+            driver::cuMemRelease(real);
+        }
+        None
+    }
+
+    fn add(&self, table: &mut Memory, real: u64, done: u64, bytes: u64) -> Result<(), Refused> {
+        let known = table.fresh(real);
+        let piece = Piece {
+            known,
+            real,
+            bytes,
+            kind: self.kind,
+            ..Piece::default()
+        };
+        let mapping = Mapping {
+            begin: self.begin + done,
+            bytes,
+            piece: known,
+            allocation: self.begin,
+            asked: if done == 0 { self.asked } else { 0 },
+            context: self.context,
+            device: self.device,
+            stage: Stage::Partial,
+            ..Mapping::default()
+        };
+        table.add_piece(piece)?;
+        table.add_mapping(mapping).inspect_err(|_| table.forget(known))
     }
 }
 
-fn check(status: Status) -> Result<(), Option<Status>> {
-    if status == SUCCESS {
-        Ok(())
-    } else {
-        Err(Some(status))
+fn check(status: Status) -> Option<()> {
+    (status == SUCCESS).then_some(())
+}
+
+pub fn set_stage(table: &mut Memory, begin: u64, stage: Stage) {
+    if let Some(first) = table.mappings.get_mut(begin) {
+        first.stage = stage;
     }
 }
 
 /// Gives a device access to a range, or takes it.
-pub fn grant_range(table: &mut Memory, begin: u64, bytes: u64, accessor: &Accessor) -> Result<(), Status> {
+pub fn grant_range(area: &Area, begin: u64, bytes: u64, accessor: &Accessor) -> Result<(), Status> {
     // SAFETY: the range is mapped.
     let granted = unsafe { driver::cuMemSetAccess(begin, bytes, accessor, 1) };
     if granted != SUCCESS {
         return Err(granted);
     }
+    let mut table = area.memory.take();
     for mapping in table.mappings.between_mut(begin, begin.saturating_add(bytes)) {
         grant(&mut mapping.access, accessor);
     }
     Ok(())
 }
 
-/// Unmaps what is mapped in the range of an allocation, and gives the range back.
-pub fn discard(table: &mut Memory, begin: u64, bytes: u64) -> Status {
+/// Unmaps what is mapped in the range of an allocation that the program does not have, from its end on, and
+/// gives the range back.
+pub fn discard(area: &Area, begin: u64, bytes: u64) -> Status {
     let end = begin.saturating_add(bytes);
-    while let Some(mapping) = table.mappings.between(begin, end).first().copied() {
+    let last = || area.memory.take().mappings.between(begin, end).last().copied();
+    while let Some(mapping) = last() {
         // SAFETY: it is mapped.
         let unmapped = unsafe { driver::cuMemUnmap(mapping.begin, mapping.bytes) };
         if unmapped != SUCCESS {
             return unmapped;
         }
-        if let Some(real) = table.remove_mapping(mapping.begin) {
+        let left = area.memory.take().remove_mapping(mapping.begin);
+        if let Some(real) = left {
             // SAFETY: nobody has it.
             unsafe { driver::cuMemRelease(real) };
         }

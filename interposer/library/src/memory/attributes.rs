@@ -4,7 +4,7 @@ use core::ptr;
 
 use firn_interposer::table::Allocation;
 
-use super::table;
+use super::{table, within};
 use crate::driver::{self, SUCCESS, Status};
 
 /// Of pointers: CU_POINTER_ATTRIBUTE_CONTEXT, _RANGE_START_ADDR, _RANGE_SIZE and _ALLOWED_HANDLE_TYPES.
@@ -12,6 +12,9 @@ const CONTEXT: u32 = 1;
 const BEGIN: u32 = 11;
 const SIZE: u32 = 12;
 const HANDLES: u32 = 14;
+/// CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, and of a context CU_CTX_SYNC_MEMOPS
+const SYNC: u32 = 6;
+const SYNC_ALL: u32 = 0x80;
 
 fn allocation(address: u64) -> Option<Allocation> {
     table()?.allocation(address)
@@ -61,6 +64,37 @@ pub unsafe fn one(
             correct(&found, attribute, to);
         }
         status
+    }
+}
+
+/// cuPointerSetAttribute
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn set(
+    real: unsafe extern "C" fn(u64, u32, u64) -> Status,
+    value: u64,
+    attribute: u32,
+    address: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        let status = real(value, attribute, address);
+        let is_set = driver::given::<u32>(value).is_some_and(|value| *value != 0);
+        if status == SUCCESS || attribute != SYNC || !is_set {
+            return status;
+        }
+        // The driver has it for its own allocations alone. A context has it for everything.
+        let Some(found) = allocation(address) else {
+            return status;
+        };
+        within(found.context, || {
+            let mut flags = 0;
+            match driver::cuCtxGetFlags(&mut flags) {
+                SUCCESS => driver::cuCtxSetFlags(flags | SYNC_ALL),
+                refused => refused,
+            }
+        })
     }
 }
 

@@ -2,7 +2,9 @@
 
 use core::sync::atomic::Ordering;
 
-use super::allocations::{discard, grant_range};
+use firn_interposer::table::{Mapping, Stage};
+
+use super::allocations::{discard, grant_range, set_stage};
 use super::{access, current, within};
 use crate::area::{self, Area};
 use crate::driver::{self, READ_WRITE, SUCCESS, Status};
@@ -12,11 +14,14 @@ use crate::driver::{self, READ_WRITE, SUCCESS, Status};
 /// # Safety
 /// As the driver's.
 pub unsafe fn destroy(real: unsafe extern "C" fn(u64) -> Status, context: u64) -> Status {
+    mark(context, true);
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(context) };
     if let Some(area) = area::get().filter(|_| status == SUCCESS) {
         area.remove_context(context);
         end(area, context);
+    } else {
+        mark(context, false);
     }
     status
 }
@@ -53,33 +58,51 @@ pub unsafe fn retain(real: unsafe extern "C" fn(u64, u32) -> Status, to: u64, de
 /// # Safety
 /// As the driver's.
 pub unsafe fn release(real: unsafe extern "C" fn(u32) -> Status, device: u32) -> Status {
+    let known = area::get().and_then(|area| area.primary.get(device as usize));
+    let context = known.map_or(0, |known| known.load(Ordering::Acquire));
+    mark(context, true);
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(device) };
     let (mut flags, mut is_active) = (0, 1);
     let ordinal = device.cast_signed();
     // SAFETY: the driver's function, with places for its results.
     let asked = unsafe { driver::cuDevicePrimaryCtxGetState(ordinal, &mut flags, &mut is_active) };
-    if let Some(area) = area::get().filter(|_| (status, asked, is_active) == (SUCCESS, SUCCESS, 0))
-        && let Some(known) = area.primary.get(device as usize)
-    {
-        end(area, known.swap(0, Ordering::AcqRel));
+    let has_ended = (status, asked, is_active) == (SUCCESS, SUCCESS, 0);
+    if let Some((area, known)) = area::get().zip(known).filter(|_| has_ended) {
+        // Another thread may have begun it again.
+        let _ = known.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Relaxed);
+        end(area, context);
+    } else {
+        mark(context, false);
     }
     status
 }
 
-/// The driver frees the allocations of a context with it.
-fn end(area: &Area, context: u64) {
-    let mut table = area.memory.take();
-    let mut from = 0;
-    while let Some(mapping) = table.mappings.between(from, u64::MAX).first().copied() {
-        from = mapping.end();
-        if mapping.context == context && mapping.is_allocation() {
-            let Some(found) = table.allocation(mapping.begin) else {
-                continue;
-            };
-            from = found.begin.saturating_add(found.bytes);
-            discard(&mut table, found.begin, found.bytes);
+/// A context is being destroyed, and with it the allocations that it has now; or no longer.
+fn mark(context: u64, is_ending: bool) {
+    if let Some(area) = area::get() {
+        let mut table = area.memory.take();
+        for mapping in table.mappings.all_mut() {
+            if mapping.context == context && mapping.is_allocation() {
+                mapping.is_ending = is_ending;
+            }
         }
+    }
+}
+
+/// The driver frees the allocations of a context with it: those that were marked.
+fn end(area: &Area, context: u64) {
+    let next = || {
+        let mut table = area.memory.take();
+        let mut all = table.mappings.all().iter();
+        let is_ended = |mapping: &&Mapping| mapping.is_ending && mapping.context == context;
+        let first = all.find(|mapping| is_ended(mapping) && mapping.stage == Stage::Whole)?;
+        let found = table.allocation(first.begin)?;
+        set_stage(&mut table, found.begin, Stage::Partial);
+        Some(found)
+    };
+    while let Some(found) = next() {
+        discard(area, found.begin, found.bytes);
     }
 }
 
@@ -127,8 +150,7 @@ fn set_peer(context: u64, flags: u32) {
         return;
     };
     let bit = 1_u32.checked_shl(accessing).unwrap_or(0);
-    // With the table: an allocation is made before or after it.
-    let mut table = area.memory.take();
+    // Before it looks: an allocation that is made meanwhile sees it, or is seen.
     if flags == 0 {
         peers.fetch_and(!bit, Ordering::AcqRel);
     } else {
@@ -136,11 +158,19 @@ fn set_peer(context: u64, flags: u32) {
     }
     let accessor = access(accessing, flags);
     let mut from = 0;
-    while let Some(mapping) = table.mappings.between(from, u64::MAX).first().copied() {
+    let next = |from| {
+        area.memory
+            .take()
+            .mappings
+            .between(from, u64::MAX)
+            .first()
+            .copied()
+    };
+    while let Some(mapping) = next(from) {
         from = mapping.end();
         if mapping.is_allocation() && mapping.device == owner {
             // A range that cannot be accessed fails where the program uses it, as without this.
-            let _ = grant_range(&mut table, mapping.begin, mapping.bytes, &accessor);
+            let _ = grant_range(area, mapping.begin, mapping.bytes, &accessor);
         }
     }
 }

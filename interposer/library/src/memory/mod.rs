@@ -4,6 +4,7 @@
 
 pub mod allocations;
 pub mod attributes;
+pub mod captures;
 pub mod contexts;
 pub mod moving;
 pub mod pieces;

@@ -5,10 +5,10 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
 
-use firn_interposer::table::{Access, Kind, Mapping, Piece, State};
+use firn_interposer::table::{Access, Kind, Mapping, Piece};
 use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use super::{access, table, within};
+use super::{access, current, table, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, INVALID_VALUE, Location, Properties};
 use crate::driver::{READ, READ_WRITE, SUCCESS, Status};
@@ -19,6 +19,10 @@ const REHEARSED: u64 = 2 << 20;
 
 /// The driver does not do that: CUDA_ERROR_NOT_SUPPORTED.
 const NOT_SUPPORTED: Status = 801;
+/// A stream is captured: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
+const CAPTURING: Status = 900;
+/// Nobody holds a piece: CUDA_ERROR_NOT_MAPPED.
+const NOT_LENT: Status = 211;
 
 /// Waits for all work, and takes each step once that is to be taken later: if threads that wait outside of
 /// the driver hold something that it needs, it shows now.
@@ -26,136 +30,159 @@ pub fn rehearse() -> Status {
     let Some(area) = area::get() else {
         return SUCCESS;
     };
-    for context in area.contexts() {
-        // SAFETY: it has no arguments.
-        let waited = within(context, || unsafe { driver::cuCtxSynchronize() });
-        if waited != SUCCESS {
-            return waited;
-        }
+    if area.has_unknown.load(Ordering::Acquire) {
+        return NOT_SUPPORTED;
     }
-    let devices = area.primary.iter().enumerate();
-    for (device, context) in devices {
-        let context = context.load(Ordering::Acquire);
-        if context != 0 {
-            let tried = within(context, || tried(device as u32));
-            if tried != SUCCESS {
-                return tried;
+    if area.is_capturing() {
+        return CAPTURING;
+    }
+    for context in area.contexts() {
+        let tried = within(context, || {
+            // SAFETY: it has no arguments.
+            let waited = unsafe { driver::cuCtxSynchronize() };
+            match (waited, current()) {
+                (SUCCESS, Some((device, _))) => attempt(device).err().unwrap_or(SUCCESS),
+                (SUCCESS, None) => NOT_SUPPORTED,
+                (refused, _) => refused,
             }
+        });
+        if tried != SUCCESS {
+            return tried;
         }
     }
     SUCCESS
 }
 
-/// Makes, maps, unmaps and releases a piece that nobody has.
-fn tried(device: u32) -> Status {
+/// Makes a piece, lends, maps, unmaps and releases it.
+fn attempt(device: u32) -> Result<(), Status> {
     let kind = Kind {
         location: DEVICE,
         id: device,
         ..Kind::default()
     };
-    let made = Own::make(kind, REHEARSED)
-        .and_then(|own| Passing::reserve(REHEARSED)?.map(0, REHEARSED, &own, device));
-    made.err().unwrap_or(SUCCESS)
+    let own = Own::make(kind, REHEARSED)?;
+    drop(own.lend()?);
+    let passing = Passing::reserve(REHEARSED)?;
+    passing.map(0, REHEARSED, &own, device)?;
+    passing.unmap()?;
+    own.release()
 }
 
 /// Descriptors of pieces, in the order of the table.
 pub fn lend(from: usize, count: usize, descriptors: &mut Descriptors) -> Status {
-    let Some(table) = table() else {
-        return INVALID_VALUE;
-    };
-    let pieces = table.pieces.all().iter().skip(from).take(count);
-    for (piece, descriptor) in pieces.zip(descriptors) {
-        let mut number = -1_i32;
-        // SAFETY: the driver's function, with a place for its result.
-        let exported =
-            unsafe { driver::cuMemExportToShareableHandle(&mut number, piece.real, DESCRIPTOR, 0) };
-        if exported != SUCCESS {
-            return exported;
-        }
-        // SAFETY: the driver has made it for this caller.
-        *descriptor = (number >= 0).then(|| unsafe { OwnedFd::from_raw_fd(number) });
-    }
-    SUCCESS
-}
-
-/// Unmaps and releases every piece.
-pub fn detach() -> Status {
     let Some(mut table) = table() else {
         return INVALID_VALUE;
     };
-    if table.lost > 0 || table.pieces.all().iter().any(|piece| piece.is_imported) {
+    if !table.is_own() {
         return NOT_SUPPORTED;
     }
-    let table = &mut *table;
-    for mapping in table.mappings.all() {
-        let is_in = |piece: &&Piece| piece.state == State::In;
-        if table.pieces.get(mapping.piece).filter(is_in).is_some() {
-            // SAFETY: it is mapped, and nobody uses it: the gate is shut, and all work is done.
-            let unmapped = unsafe { driver::cuMemUnmap(mapping.begin, mapping.bytes) };
-            if unmapped != SUCCESS {
-                return unmapped;
-            }
-        }
-    }
-    for piece in table.pieces.all_mut() {
-        if piece.state == State::In {
-            // SAFETY: the table has this handle of the driver's.
-            let released = unsafe { driver::cuMemRelease(piece.real) };
-            if released != SUCCESS {
-                return released;
-            }
-            (piece.state, piece.real) = (State::Out, 0);
+    let pieces = table.pieces.all_mut().iter_mut().skip(from).take(count);
+    for (piece, descriptor) in pieces.zip(descriptors) {
+        match exported(piece.real) {
+            Ok(lent) => (piece.is_lent, *descriptor) = (true, Some(lent)),
+            Err(status) => return status,
         }
     }
     SUCCESS
 }
 
-/// Maps pieces again.
+/// A descriptor of a piece.
+fn exported(real: u64) -> Result<OwnedFd, Status> {
+    let mut number = -1_i32;
+    // SAFETY: the driver's function, with a place for its result.
+    check(unsafe { driver::cuMemExportToShareableHandle(&mut number, real, DESCRIPTOR, 0) })?;
+    if number < 0 {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the driver has made it for this caller.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
+/// Unmaps and releases every piece. What fails half way is mapped again by [`attach`].
+pub fn detach() -> Status {
+    let Some((area, mut table)) = area::get().zip(table()) else {
+        return INVALID_VALUE;
+    };
+    if !table.is_own() || area.has_unknown.load(Ordering::Acquire) {
+        return NOT_SUPPORTED;
+    }
+    if table.pieces.all().iter().any(|piece| !piece.is_lent) {
+        return NOT_LENT;
+    }
+    for mapping in table
+        .mappings
+        .all_mut()
+        .iter_mut()
+        .filter(|mapping| !mapping.is_empty)
+    {
+        // SAFETY: it is mapped, and nobody uses it: the gate is shut, and all work is done.
+        let unmapped = unsafe { driver::cuMemUnmap(mapping.begin, mapping.bytes) };
+        if unmapped != SUCCESS {
+            return unmapped;
+        }
+        mapping.is_empty = true;
+    }
+    for piece in table.pieces.all_mut().iter_mut().filter(|piece| !piece.is_out) {
+        // SAFETY: the table has this handle of the driver's.
+        let released = unsafe { driver::cuMemRelease(piece.real) };
+        if released != SUCCESS {
+            return released;
+        }
+        (piece.is_out, piece.real) = (true, 0);
+    }
+    SUCCESS
+}
+
+/// Maps pieces again: those that have a descriptor, and those that have never left. One that is there already
+/// stays, as the request may come once more.
 pub fn attach(from: usize, count: usize, descriptors: &mut Descriptors) -> Status {
     let Some((area, mut table)) = area::get().zip(table()) else {
         return INVALID_VALUE;
     };
-    let table = &mut *table;
     let pieces = table.pieces.all_mut().iter_mut().skip(from).take(count);
-    for (piece, descriptor) in pieces.zip(descriptors.iter_mut()) {
-        // One that is there already stays: the request may come once more.
-        if piece.state == State::Out
-            && let Some(descriptor) = descriptor.take()
-        {
-            match returned(area, piece, &descriptor) {
-                Ok(real) => (piece.state, piece.real) = (State::Back, real),
-                Err(status) => return status,
-            }
+    for (piece, descriptor) in pieces
+        .zip(descriptors.iter_mut())
+        .filter(|(piece, _)| piece.is_out)
+    {
+        let Some(descriptor) = descriptor.take() else {
+            // The kernel has kept it, as where the process has too many.
+            return INVALID_VALUE;
+        };
+        match returned(area, piece, &descriptor) {
+            Ok(real) => (piece.is_out, piece.real) = (false, real),
+            Err(status) => return status,
         }
     }
-    let mapped = map_back(table);
-    for piece in table.pieces.all_mut() {
-        if piece.state == State::Back && mapped == SUCCESS {
-            piece.state = State::In;
-        }
-    }
-    mapped
-}
-
-/// Maps what has come back.
-fn map_back(table: &Memory) -> Status {
-    for mapping in table.mappings.all() {
-        let is_back = |piece: &&Piece| piece.state == State::Back;
-        let Some(piece) = table.pieces.get(mapping.piece).filter(is_back) else {
+    let Memory { pieces, mappings, .. } = &mut *table;
+    for mapping in mappings.all_mut().iter_mut().filter(|mapping| mapping.is_empty) {
+        let Some(piece) = pieces.get(mapping.piece).filter(|piece| !piece.is_out) else {
             continue;
         };
-        // SAFETY: the addresses are reserved since the program has had it there.
-        let mapped = unsafe {
-            match driver::cuMemMap(mapping.begin, mapping.bytes, mapping.offset, piece.real, 0) {
-                SUCCESS => allow(mapping),
-                refused => refused,
-            }
-        };
+        let mapped = map_back(mapping, piece.real);
         if mapped != SUCCESS {
             return mapped;
         }
+        mapping.is_empty = false;
     }
     SUCCESS
+}
+
+/// Maps a piece where it was.
+fn map_back(mapping: &Mapping, real: u64) -> Status {
+    let Mapping {
+        begin, bytes, offset, ..
+    } = *mapping;
+    // SAFETY: the addresses are reserved since the program has had it there, and nothing is mapped.
+    let mapped = unsafe { driver::cuMemMap(begin, bytes, offset, real, 0) };
+    if mapped != SUCCESS {
+        return mapped;
+    }
+    let allowed = allow(mapping);
+    if allowed != SUCCESS {
+        // SAFETY: it was mapped above.
+        unsafe { driver::cuMemUnmap(begin, bytes) };
+    }
+    allowed
 }
 
 /// Gives a mapping the access that it has had.
@@ -196,26 +223,28 @@ fn set_access(mapping: &Mapping, accessor: &Accessor) -> Status {
 }
 
 /// The driver's handle of a piece that has come back. What another process has shared cannot be lent again:
-/// where there is room, its bytes are copied into a piece of this process's own.
-fn returned(area: &Area, piece: &Piece, descriptor: &OwnedFd) -> Result<u64, Status> {
+/// where there is room, its bytes are copied into a piece of this process's own. Else the piece counts as
+/// imported from then on.
+fn returned(area: &Area, piece: &mut Piece, descriptor: &OwnedFd) -> Result<u64, Status> {
     let mut real = 0;
     let number = descriptor.as_raw_fd().unsigned_abs() as usize;
     // SAFETY: the driver's function, with a place for its result.
     check(unsafe { driver::cuMemImportFromShareableHandle(&mut real, number, DESCRIPTOR) })?;
     let shared = Own { handle: real };
-    let context = area.primary.get(piece.kind.id as usize);
-    let context = context.map_or(0, |context| context.load(Ordering::Acquire));
-    if piece.kind.location == DEVICE && context != 0 {
-        let mut copied = Err(INVALID_VALUE);
+    let mut copied = Err(NOT_SUPPORTED);
+    for context in area.contexts().filter(|_| piece.kind.location == DEVICE) {
         within(context, || {
-            copied = copy(piece, &shared);
+            if current().is_some_and(|(device, _)| device == piece.kind.id) {
+                copied = copy(piece, &shared);
+            }
             SUCCESS
         });
-        if let Ok(own) = copied {
-            return Ok(own.keep());
+        if copied.is_ok() {
+            break;
         }
     }
-    Ok(shared.keep())
+    piece.is_imported = copied.is_err();
+    Ok(copied.unwrap_or(shared).keep())
 }
 
 /// A copy of a piece that is this process's own.
@@ -250,6 +279,15 @@ impl Own {
         // SAFETY: the driver's function, with a place for its result.
         check(unsafe { driver::cuMemCreate(&mut handle, bytes, &properties, 0) })?;
         Ok(Self { handle })
+    }
+
+    fn lend(&self) -> Result<OwnedFd, Status> {
+        exported(self.handle)
+    }
+
+    fn release(self) -> Result<(), Status> {
+        // SAFETY: nobody else has it.
+        check(unsafe { driver::cuMemRelease(self.keep()) })
     }
 
     fn keep(self) -> u64 {
@@ -303,14 +341,22 @@ impl Passing {
     }
 }
 
-impl Drop for Passing {
-    fn drop(&mut self) {
-        for (begin, bytes) in self.mapped.get() {
+impl Passing {
+    /// Unmaps what is mapped.
+    fn unmap(&self) -> Result<(), Status> {
+        for (begin, bytes) in self.mapped.take() {
             if bytes > 0 {
                 // SAFETY: it was mapped, and nobody uses it.
-                unsafe { driver::cuMemUnmap(begin, bytes) };
+                check(unsafe { driver::cuMemUnmap(begin, bytes) })?;
             }
         }
+        Ok(())
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        let _ = self.unmap();
         // SAFETY: nothing is mapped there any more.
         unsafe { driver::cuMemAddressFree(self.begin, self.bytes) };
     }

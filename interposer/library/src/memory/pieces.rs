@@ -1,6 +1,6 @@
 //! What the program makes and maps itself, and what it shares.
 
-use firn_interposer::table::{Kind, Mapping, Piece};
+use firn_interposer::table::{Kind, Mapping, Piece, Stage};
 
 use super::allocations::abilities;
 use super::{grant, table};
@@ -87,26 +87,42 @@ fn real_handle(known: u64) -> u64 {
     table().map_or(known, |table| table.real(known))
 }
 
+/// The same, of a piece to which something else refers from now on.
+fn shared_handle(known: u64) -> u64 {
+    let Some(mut table) = table() else {
+        return known;
+    };
+    let Some(piece) = table.pieces.get_mut(known) else {
+        return known;
+    };
+    piece.is_shared = true;
+    piece.real
+}
+
+/// Something else refers to a range from now on.
+fn share_range(begin: u64, bytes: u64) {
+    if let Some(mut table) = table() {
+        table.share(begin, begin.saturating_add(bytes));
+    }
+}
+
 /// cuMemRelease
 ///
 /// # Safety
 /// As the driver's.
 pub unsafe fn release(real: unsafe extern "C" fn(u64) -> Status, handle: u64) -> Status {
-    if let Some(mut table) = table()
-        && let Some(piece) = table.pieces.get(handle)
-    {
-        if piece.handles == 0 {
+    let left = {
+        let mut table = table();
+        let piece = table.as_ref().and_then(|table| table.pieces.get(handle).copied());
+        match (&mut table, piece) {
             // The program has released all of its own.
-            return driver::INVALID_VALUE;
+            (_, Some(Piece { handles: 0, .. })) => return driver::INVALID_VALUE,
+            (Some(table), Some(_)) => table.release(handle),
+            _ => Some(handle),
         }
-        return match table.release(handle) {
-            // SAFETY: nobody has it any more.
-            Some(handle) => unsafe { real(handle) },
-            None => SUCCESS,
-        };
-    }
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(handle) }
+    };
+    // SAFETY: nobody has it any more, or it is not one of the table's.
+    left.map_or(SUCCESS, |handle| unsafe { real(handle) })
 }
 
 /// cuMemMap
@@ -121,11 +137,9 @@ pub unsafe fn map(
     handle: u64,
     flags: u64,
 ) -> Status {
-    let table = table();
-    let of_driver = table.as_ref().map_or(handle, |table| table.real(handle));
     // SAFETY: the arguments are those of the program.
-    let status = unsafe { real(begin, bytes, offset, of_driver, flags) };
-    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
+    let status = unsafe { real(begin, bytes, offset, real_handle(handle), flags) };
+    if let Some(mut table) = table().filter(|_| status == SUCCESS) {
         // What is not in the table cannot be taken out: it is counted there.
         let _ = table.add_mapping(Mapping {
             begin,
@@ -143,16 +157,37 @@ pub unsafe fn map(
 /// # Safety
 /// As the driver's.
 pub unsafe fn unmap(real: unsafe extern "C" fn(u64, u64) -> Status, begin: u64, bytes: u64) -> Status {
-    let table = table();
+    // Before the driver does it: once it has, another thread may map something there.
+    let end = begin.saturating_add(bytes);
+    let set_stage = |stage| {
+        if let Some(mut table) = table() {
+            for mapping in table.mappings.between_mut(begin, end) {
+                mapping.stage = stage;
+            }
+        }
+    };
+    set_stage(Stage::Partial);
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(begin, bytes) };
-    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
-        let end = begin.saturating_add(bytes);
-        while let Some(mapping) = table.mappings.between(begin, end).first().copied() {
-            if let Some(handle) = table.remove_mapping(mapping.begin) {
-                // SAFETY: nobody has it any more.
-                unsafe { driver::cuMemRelease(handle) };
-            }
+    if status != SUCCESS {
+        set_stage(Stage::Whole);
+        return status;
+    }
+    let is_unmapped = |mapping: &&Mapping| mapping.stage == Stage::Partial;
+    let next = || {
+        let mut table = table()?;
+        let mapping = table
+            .mappings
+            .between(begin, end)
+            .iter()
+            .find(is_unmapped)
+            .copied()?;
+        Some(table.remove_mapping(mapping.begin))
+    };
+    while let Some(left) = next() {
+        if let Some(handle) = left {
+            // SAFETY: nobody has it any more.
+            unsafe { driver::cuMemRelease(handle) };
         }
     }
     status
@@ -169,10 +204,9 @@ pub unsafe fn set_access(
     accessors: u64,
     count: u64,
 ) -> Status {
-    let table = table();
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(begin, bytes, accessors, count) };
-    if let Some(mut table) = table.filter(|_| status == SUCCESS) {
+    if let Some(mut table) = table().filter(|_| status == SUCCESS) {
         let first = core::ptr::with_exposed_provenance::<Accessor>(accessors as usize);
         for mapping in table.mappings.between_mut(begin, begin.saturating_add(bytes)) {
             for index in 0..count as usize {
@@ -221,7 +255,7 @@ pub unsafe fn export(
     flags: u64,
 ) -> Status {
     // SAFETY: the arguments are those of the program.
-    unsafe { real(to, real_handle(handle), kind, flags) }
+    unsafe { real(to, shared_handle(handle), kind, flags) }
 }
 
 /// cuMemImportFromShareableHandle
@@ -284,7 +318,7 @@ pub unsafe fn bind(
     flags: u64,
 ) -> Status {
     // SAFETY: the arguments are those of the program.
-    unsafe { real(multicast, offset, real_handle(handle), from, bytes, flags) }
+    unsafe { real(multicast, offset, shared_handle(handle), from, bytes, flags) }
 }
 
 /// cuMulticastBindMem of CUDA 13.1
@@ -303,7 +337,17 @@ pub unsafe fn bind_of_device(
     flags: u64,
 ) -> Status {
     // SAFETY: the arguments are those of the program.
-    unsafe { real(multicast, device, offset, real_handle(handle), from, bytes, flags) }
+    unsafe {
+        real(
+            multicast,
+            device,
+            offset,
+            shared_handle(handle),
+            from,
+            bytes,
+            flags,
+        )
+    }
 }
 
 /// cuLogicalEndpointBindMem
@@ -322,7 +366,17 @@ pub unsafe fn bind_endpoint(
     flags: u64,
 ) -> Status {
     // SAFETY: the arguments are those of the program.
-    unsafe { real(endpoint, device, offset, real_handle(handle), from, bytes, flags) }
+    unsafe {
+        real(
+            endpoint,
+            device,
+            offset,
+            shared_handle(handle),
+            from,
+            bytes,
+            flags,
+        )
+    }
 }
 
 /// `CUarrayMapInfo`, as far as it matters here.
@@ -353,7 +407,7 @@ pub unsafe fn map_arrays(
     for index in 0..count as usize {
         // SAFETY: the program has given as many.
         let mut mapping = unsafe { first.add(index).read() };
-        mapping.handle = real_handle(mapping.handle);
+        mapping.handle = shared_handle(mapping.handle);
         let one = core::ptr::from_ref(&mapping).expose_provenance() as u64;
         // SAFETY: as the program's, with the driver's handle.
         let status = unsafe { real(one, 1, stream) };
@@ -362,4 +416,100 @@ pub unsafe fn map_arrays(
         }
     }
     SUCCESS
+}
+
+/// cuMulticastBindAddr
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn bind_range(
+    real: unsafe extern "C" fn(u64, u64, u64, u64, u64) -> Status,
+    multicast: u64,
+    offset: u64,
+    begin: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    share_range(begin, bytes);
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(multicast, offset, begin, bytes, flags) }
+}
+
+/// cuMulticastBindAddr of CUDA 13.1
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn bind_range_of_device(
+    real: unsafe extern "C" fn(u64, u32, u64, u64, u64, u64) -> Status,
+    multicast: u64,
+    device: u32,
+    offset: u64,
+    begin: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    share_range(begin, bytes);
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(multicast, device, offset, begin, bytes, flags) }
+}
+
+/// cuLogicalEndpointBindAddr
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn bind_range_of_endpoint(
+    real: unsafe extern "C" fn(u32, u32, u64, u64, u64, u64) -> Status,
+    endpoint: u32,
+    device: u32,
+    offset: u64,
+    begin: u64,
+    bytes: u64,
+    flags: u64,
+) -> Status {
+    share_range(begin, bytes);
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(endpoint, device, offset, begin, bytes, flags) }
+}
+
+/// cuMemGetHandleForAddressRange
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn handle_of_range(
+    real: unsafe extern "C" fn(u64, u64, u64, u32, u64) -> Status,
+    to: u64,
+    begin: u64,
+    bytes: u64,
+    kind: u32,
+    flags: u64,
+) -> Status {
+    share_range(begin, bytes);
+    // SAFETY: the arguments are those of the program.
+    unsafe { real(to, begin, bytes, kind, flags) }
+}
+
+/// cuMulticastCreate
+///
+/// # Safety
+/// As the driver's.
+pub unsafe fn create_multicast(
+    real: unsafe extern "C" fn(u64, u64) -> Status,
+    to: u64,
+    properties: u64,
+) -> Status {
+    // SAFETY: the arguments are those of the program.
+    unsafe {
+        let status = real(to, properties);
+        let Some(handle) = driver::out::<u64>(to).filter(|_| status == SUCCESS) else {
+            return status;
+        };
+        // A number by which the program knows a piece: the next one is another as long as this one is there.
+        if table().is_none_or(|table| table.pieces.get(*handle).is_none()) {
+            return status;
+        }
+        let taken = *handle;
+        let status = create_multicast(real, to, properties);
+        driver::cuMemRelease(taken);
+        status
+    }
 }
