@@ -50,6 +50,8 @@ pub struct Area {
     made: [AtomicU64; CONTEXTS],
     /// Streams that are captured; 0: none.
     pub captures: [AtomicU64; CAPTURES],
+    /// Threads that wait for a context.
+    pub waits: AtomicU32,
     /// There are allocations that the program has freed, and that are still there.
     pub has_freed: AtomicBool,
     pub job: Job,
@@ -60,7 +62,7 @@ pub struct Area {
 impl Area {
     /// Whether a stream is captured.
     pub fn is_capturing(&self) -> bool {
-        let is_taken = |place: &AtomicU64| place.load(Ordering::Acquire) != 0;
+        let is_taken = |place: &AtomicU64| place.load(Ordering::SeqCst) != 0;
         self.captures.iter().any(is_taken)
     }
 

@@ -109,6 +109,17 @@ macro_rules! call {
         memory::captures::forget($stream);
         $real($stream)
     }};
+    (cuStreamBeginCapture, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCapture_v2, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCapture_ptsz, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCapture_v2_ptsz, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToGraph, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToGraph_ptsz, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToCig, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginCaptureToCig_ptsz, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (capture, $real:ident, $stream:ident $(, $argument:ident)*) => {
+        memory::captures::begin($stream, || $real($stream $(, $argument)*))
+    };
     ($symbol:ident, $real:ident, $($argument:ident),*) => { $real($($argument),*) };
 }
 
@@ -129,21 +140,10 @@ macro_rules! after {
         after!(context, $answer, $to, $($rest)*)
     }};
     (cuDevicePrimaryCtxRetain, $($rest:tt)*) => { after!(context, $($rest)*) };
-    (cuStreamBeginCapture, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCapture_v2, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCapture_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCapture_v2_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCaptureToGraph, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCaptureToGraph_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCaptureToCig, $($rest:tt)*) => { after!(capture, $($rest)*) };
-    (cuStreamBeginCaptureToCig_ptsz, $($rest:tt)*) => { after!(capture, $($rest)*) };
     (cuStreamEndCapture, $($rest:tt)*) => { after!(captured, $($rest)*) };
     (cuStreamEndCapture_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
     (cuStreamEndCaptureToCig, $($rest:tt)*) => { after!(captured, $($rest)*) };
     (cuStreamEndCaptureToCig_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
-    (capture, $answer:ident, $stream:ident $(, $argument:ident)*) => {
-        memory::captures::begin($answer, $stream)
-    };
     (captured, $answer:ident, $stream:ident $(, $argument:ident)*) => {
         memory::captures::end($answer, $stream)
     };

@@ -6,7 +6,7 @@ use core::sync::atomic::Ordering;
 use firn_interposer::sorted::Refused;
 use firn_interposer::table::{Allocation, Kind, Mapping, Piece, Stage};
 
-use super::{access, current, grant, within};
+use super::{access, captures, current, grant, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, READ_WRITE, SUCCESS, Status};
 
@@ -89,17 +89,17 @@ pub unsafe fn free(real: unsafe extern "C" fn(u64) -> Status, address: u64) -> S
         // SAFETY: the arguments are those of the program.
         return unsafe { real(address) };
     };
-    if area.is_capturing() {
-        // It cannot be waited for now; the driver would free it at once.
-        set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
-        area.has_freed.store(true, Ordering::Release);
-        return SUCCESS;
-    }
     discard_freed(area);
     // The driver waits as well for the work that may use it, also on other devices.
-    let waited = wait(area, &found);
-    if waited != SUCCESS {
-        return waited;
+    match captures::unless_capturing(area, || wait(area, &found)) {
+        Some(SUCCESS) => {}
+        Some(refused) => return refused,
+        None => {
+            // It cannot be waited for now; the driver would free it at once.
+            set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
+            area.has_freed.store(true, Ordering::Release);
+            return SUCCESS;
+        }
     }
     // Another thread of the program may have freed it, and made another one there.
     let found = {
@@ -142,7 +142,7 @@ pub unsafe fn free_in_stream(
 }
 
 /// Discards what was freed while a stream was captured, if none is.
-fn discard_freed(area: &Area) {
+pub fn discard_freed(area: &Area) {
     if area.is_capturing() || !area.has_freed.swap(false, Ordering::AcqRel) {
         return;
     }
@@ -160,8 +160,12 @@ fn discard_freed(area: &Area) {
         Some(found)
     };
     while let Some(found) = next() {
-        // If it cannot be waited for, the device has failed.
-        let _ = wait(area, &found);
+        if captures::unless_capturing(area, || wait(area, &found)).is_none() {
+            set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
+            area.has_freed.store(true, Ordering::Release);
+            return;
+        }
+        // If it could not be waited for else, the device has failed.
         discard(area, found.begin, found.bytes);
     }
 }

@@ -3,29 +3,58 @@
 
 use core::sync::atomic::Ordering;
 
-use crate::area;
+use rustix::thread::{Timespec, nanosleep};
+
+use super::allocations::discard_freed;
+use crate::area::{self, Area};
 use crate::driver::{SUCCESS, Status};
 
 /// What a call of the wrong thread gets, which ends no capture: CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
 const WRONG_THREAD: Status = 908;
 
-/// cuStreamBeginCapture and its kind have answered.
-pub fn begin(answer: Status, stream: u64) -> Status {
-    if let Some(area) = area::get().filter(|_| answer == SUCCESS) {
-        // More than there is room for are not seen.
-        let _ = area.captures.iter().find(|place| {
-            place
-                .compare_exchange(0, key(stream), Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        });
+/// How often a capture that is to begin looks whether nobody waits for a context any more.
+const LOOK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 20_000,
+};
+
+/// cuStreamBeginCapture and its kind: once nobody waits for a context.
+pub fn begin(stream: u64, begin: impl FnOnce() -> Status) -> Status {
+    let Some(area) = area::get() else {
+        return begin();
+    };
+    // More than there is room for are not seen.
+    let place = area.captures.iter().find(|place| {
+        place
+            .compare_exchange(0, key(stream), Ordering::SeqCst, Ordering::Relaxed)
+            .is_ok()
+    });
+    while area.waits.load(Ordering::SeqCst) > 0 {
+        let _ = nanosleep(&LOOK);
+    }
+    let answer = begin();
+    if let Some(place) = place.filter(|_| answer != SUCCESS) {
+        place.store(0, Ordering::Release);
     }
     answer
+}
+
+/// Waits for contexts, if no stream is captured; none begins to be meanwhile. None: one is.
+pub fn unless_capturing<T>(area: &Area, wait: impl FnOnce() -> T) -> Option<T> {
+    area.waits.fetch_add(1, Ordering::SeqCst);
+    let waited = (!area.is_capturing()).then(wait);
+    area.waits.fetch_sub(1, Ordering::SeqCst);
+    waited
 }
 
 /// cuStreamEndCapture and its kind have answered.
 pub fn end(answer: Status, stream: u64) -> Status {
     if answer != WRONG_THREAD {
         forget(stream);
+        // Captures may follow each other so closely that no free finds a moment without one.
+        if let Some(area) = area::get() {
+            discard_freed(area);
+        }
     }
     answer
 }
