@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, IoSlice, IoSliceMut};
 use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketType, recvmsg, sendmsg,
 };
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -29,8 +29,8 @@ const AREA: &str = "firn_cuda_area";
 /// Of the descriptors of a message.
 const SPACE: usize = rustix::cmsg_space!(ScmRights(PIECES as usize));
 
-/// How long an answer takes at most, apart from what the request waits for.
-const LIMIT: Duration = Duration::from_secs(2);
+/// How long an answer may take, apart from what the request waits for.
+const LIMIT: Duration = Duration::from_secs(5);
 
 /// A file of the library.
 #[derive(Debug)]
@@ -47,6 +47,8 @@ pub struct Library {
 pub struct Process {
     /// What the process shows.
     pub reach: Reach,
+    /// How long an answer may take, apart from what the request waits for.
+    pub limit: Duration,
     end: OwnedFd,
     number: u64,
 }
@@ -145,7 +147,12 @@ impl Process {
         let mut number = [0; 8];
         getrandom(&mut number, GetRandomFlags::empty())?;
         let number = u64::from_ne_bytes(number);
-        Ok(Self { reach, end, number })
+        Ok(Self {
+            reach,
+            limit: LIMIT,
+            end,
+            number,
+        })
     }
 
     /// Asks the library for something that needs no descriptors.
@@ -184,14 +191,16 @@ impl Process {
         self.number = self.number.wrapping_add(1);
         self.send(&request.to_bytes(self.number), with)?;
         // What it sleeps between looks takes longer than it asks for.
-        let end = Instant::now() + LIMIT + 3 * Duration::from_millis(request.wait().into());
+        let end = Instant::now() + self.limit + 3 * Duration::from_millis(request.wait().into());
         loop {
             let left = end.saturating_duration_since(Instant::now());
             // Also where messages come all the time.
             if left.is_zero() {
                 return Err(ErrorKind::TimedOut.into());
             }
-            let (bytes, descriptors) = self.received(left)?;
+            let Some((bytes, descriptors)) = self.received(left)? else {
+                continue;
+            };
             if let Some((number, answer)) = Answer::of(&bytes)
                 && number == self.number
             {
@@ -212,25 +221,35 @@ impl Process {
         Ok(())
     }
 
-    /// The next message, within this time.
-    fn received(&self, limit: Duration) -> io::Result<(Bytes, Vec<OwnedFd>)> {
+    /// The next message, within this time. None: look again.
+    fn received(&self, limit: Duration) -> io::Result<Option<(Bytes, Vec<OwnedFd>)>> {
         let limit = Timespec::try_from(limit).map_err(|_| ErrorKind::InvalidInput)?;
         let mut ends = [PollFd::new(&self.end, PollFlags::IN)];
-        if poll(&mut ends, Some(&limit))? == 0 {
-            return Err(ErrorKind::TimedOut.into());
-        }
+        match poll(&mut ends, Some(&limit)) {
+            Ok(0) => return Err(ErrorKind::TimedOut.into()),
+            Err(Errno::INTR) => return Ok(None),
+            polled => polled?,
+        };
         let mut bytes = [0; 64];
         let mut space = [MaybeUninit::uninit(); SPACE];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(&self.end, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        let received = recvmsg(&self.end, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags);
+        let received = match received {
+            Err(Errno::INTR | Errno::AGAIN) => return Ok(None),
+            received => received?,
+        };
         if received.bytes == 0 {
             return Err(ErrorKind::UnexpectedEof.into());
+        }
+        // This process has too many descriptors: what was lent is not held.
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(ErrorKind::QuotaExceeded.into());
         }
         let rights = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
             _ => None,
         });
-        Ok((bytes, rights.flatten().collect()))
+        Ok(Some((bytes, rights.flatten().collect())))
     }
 }

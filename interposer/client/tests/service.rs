@@ -73,7 +73,10 @@ impl Program {
         loop {
             // Its thread has begun, but may not have shown itself yet.
             match self.found() {
-                Some(process) => return process,
+                Some(mut process) => {
+                    process.limit = Duration::from_secs(60);
+                    return process;
+                }
                 None => assert!(begun.elapsed() < Duration::from_secs(60), "cannot be asked"),
             }
             thread::yield_now();
@@ -229,7 +232,7 @@ fn memory_leaves_a_process_and_comes_back() {
         assert!((4..=8).contains(&pieces.len()), "{}", pieces.len());
         if turn == 3 {
             // What was lent is the process's as before.
-            process.ask(Request::Open).unwrap();
+            assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
             continue;
         }
         assert_eq!(process.ask(Request::Detach { wait: WAIT }).unwrap(), Answer::Done);
@@ -259,13 +262,19 @@ fn memory_that_may_be_in_use_stays() {
     // The gate is open.
     assert_eq!(process.ask(detach).unwrap(), Answer::Idle);
     assert_eq!(process.lend(0, WAIT).unwrap().unwrap_err(), Answer::Idle);
-    // Nobody has asked for descriptors, or not since the gate was open.
+    // There may be work, or nobody has asked for descriptors, or not since the gate was open.
+    let (not_ready, not_lent) = (Answer::Refused { status: 600 }, Answer::Refused { status: 211 });
+    let rehearse = Request::Rehearse { wait: WAIT };
     assert_eq!(process.ask(shut).unwrap(), Answer::Done);
-    assert_eq!(process.ask(detach).unwrap(), Answer::Refused { status: 211 });
+    assert_eq!(process.ask(detach).unwrap(), not_ready);
+    assert_eq!(process.ask(rehearse).unwrap(), Answer::Done);
+    assert_eq!(process.ask(detach).unwrap(), not_lent);
     lent(&mut process);
     assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
     assert_eq!(process.ask(shut).unwrap(), Answer::Done);
-    assert_eq!(process.ask(detach).unwrap(), Answer::Refused { status: 211 });
+    assert_eq!(process.ask(detach).unwrap(), not_ready);
+    assert_eq!(process.ask(rehearse).unwrap(), Answer::Done);
+    assert_eq!(process.ask(detach).unwrap(), not_lent);
     // A message without the descriptors that it names.
     let pieces = lent(&mut process);
     assert_eq!(process.ask(detach).unwrap(), Answer::Done);
@@ -286,6 +295,44 @@ fn memory_that_may_be_in_use_stays() {
     assert_eq!(process.ask(detach).unwrap(), refused);
     assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
     program.until_it_calls();
+    assert_eq!(program.answer_to("wrong"), "0");
+}
+
+#[test]
+fn a_driver_that_hangs_holds_nobody() {
+    let mut program = Program::of(common::fixtures("memory", &["moved"]), "moved");
+    let mut process = program.process();
+    let prepare = |process: &mut Process| {
+        assert_eq!(process.ask(Request::Shut { wait: WAIT }).unwrap(), Answer::Done);
+        process.ask(Request::Rehearse { wait: WAIT }).unwrap()
+    };
+    for _ in 0..3 {
+        program.until_it_calls();
+        assert_eq!(prepare(&mut process), Answer::Done);
+        program.command("hang");
+        // It has read the command once it has answered the next one.
+        program.calls();
+        assert_eq!(process.lend(0, 30).unwrap().unwrap_err(), Answer::Working);
+        assert_eq!(process.ask(Request::Hello).unwrap(), Answer::Done);
+        assert_eq!(
+            process.ask(Request::Detach { wait: 30 }).unwrap(),
+            Answer::Working
+        );
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
+        program.until_it_calls();
+        program.command("continue");
+        program.calls();
+        // What it has made for nobody is closed, and the next one is asked as before.
+        let begun = Instant::now();
+        while prepare(&mut process) == Answer::Working {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it works for ever");
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(!lent(&mut process).is_empty());
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
+        let open = std::fs::read_dir(format!("/proc/{}/fd", program.child.id())).unwrap().count();
+        assert!(open < 12, "{open} descriptors");
+    }
     assert_eq!(program.answer_to("wrong"), "0");
 }
 

@@ -48,6 +48,8 @@ pub struct Area {
     pub has_unknown: AtomicBool,
     /// Contexts that the program has made itself; 0: none.
     made: [AtomicU64; CONTEXTS],
+    /// Every context was idle since the gate was shut.
+    pub is_rehearsed: AtomicBool,
     /// Streams that are captured; 0: none.
     pub captures: [AtomicU64; CAPTURES],
     /// Threads that wait for a context.
@@ -68,14 +70,25 @@ impl Area {
 
     /// Opens the gate. False: memory is out of the process, and it stays shut.
     pub fn open(&self) -> bool {
-        let is_whole = !self.is_away.load(Ordering::Acquire);
-        if is_whole && self.gate.is_shut() {
+        if self.is_away.load(Ordering::SeqCst) {
+            return false;
+        }
+        if self.gate.is_shut() {
             for piece in self.memory.take().pieces.all_mut() {
                 piece.is_lent = false;
             }
+            self.is_rehearsed.store(false, Ordering::Release);
             self.gate.open();
         }
-        is_whole
+        true
+    }
+
+    /// Somebody holds descriptors of so many pieces from this index on.
+    pub fn lend(&self, from: usize, count: usize) {
+        let mut table = self.memory.take();
+        for piece in table.pieces.all_mut().iter_mut().skip(from).take(count) {
+            piece.is_lent = true;
+        }
     }
 
     /// Notes whether memory is out of the process.
@@ -83,7 +96,7 @@ impl Area {
         let table = self.memory.take();
         let is_away = table.pieces.all().iter().any(|piece| piece.is_out)
             || table.mappings.all().iter().any(|mapping| mapping.is_empty);
-        self.is_away.store(is_away, Ordering::Release);
+        self.is_away.store(is_away, Ordering::SeqCst);
     }
 
     /// The contexts that there are.
@@ -104,11 +117,13 @@ impl Area {
         }
     }
 
-    /// The program has destroyed a context.
-    pub fn remove_context(&self, context: u64) {
-        for place in &self.made {
-            let _ = place.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Relaxed);
-        }
+    /// The program destroys a context. Whether it was known.
+    pub fn remove_context(&self, context: u64) -> bool {
+        let remove = |place: &AtomicU64| {
+            let removed = place.compare_exchange(context, 0, Ordering::AcqRel, Ordering::Relaxed);
+            removed.is_ok()
+        };
+        self.made.iter().any(remove)
     }
 
     /// Whether the caller is the first one to ask in this process.

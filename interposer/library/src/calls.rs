@@ -120,6 +120,26 @@ macro_rules! call {
     (capture, $real:ident, $stream:ident $(, $argument:ident)*) => {
         memory::captures::begin($stream, || $real($stream $(, $argument)*))
     };
+    (cuStreamEndCapture, $($rest:tt)*) => { call!(captured, $($rest)*) };
+    (cuStreamEndCapture_ptsz, $($rest:tt)*) => { call!(captured, $($rest)*) };
+    (cuStreamEndCaptureToCig, $($rest:tt)*) => { call!(captured, $($rest)*) };
+    (cuStreamEndCaptureToCig_ptsz, $($rest:tt)*) => { call!(captured, $($rest)*) };
+    (cuStreamBeginRecaptureToGraph, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuStreamBeginRecaptureToGraph_ptsz, $($rest:tt)*) => { call!(capture, $($rest)*) };
+    (cuCtxCreate, $($rest:tt)*) => { call!(made, $($rest)*) };
+    (cuCtxCreate_v2, $($rest:tt)*) => { call!(made, $($rest)*) };
+    (cuCtxCreate_v3, $($rest:tt)*) => { call!(made, $($rest)*) };
+    (cuCtxCreate_v4, $($rest:tt)*) => { call!(made, $($rest)*) };
+    (captured, $real:ident, $stream:ident $(, $argument:ident)*) => {
+        memory::captures::end($stream, || $real($stream $(, $argument)*))
+    };
+    (made, $real:ident, $to:ident $(, $argument:ident)*) => {{
+        let answer = $real($to $(, $argument)*);
+        if answer == 0 {
+            memory::contexts::remember($to);
+        }
+        answer
+    }};
     ($symbol:ident, $real:ident, $($argument:ident),*) => { $real($($argument),*) };
 }
 
@@ -128,25 +148,11 @@ macro_rules! after {
     (cuGetProcAddress, $answer:ident, $name:ident, $to:ident, $version:ident, $flags:ident) => {
         resolve::replaced($answer, $name, $to, $version, $flags)
     };
-    (cuCtxCreate, $($rest:tt)*) => { after!(made, $($rest)*) };
-    (cuCtxCreate_v2, $($rest:tt)*) => { after!(made, $($rest)*) };
-    (cuCtxCreate_v3, $($rest:tt)*) => { after!(made, $($rest)*) };
-    (cuCtxCreate_v4, $($rest:tt)*) => { after!(made, $($rest)*) };
-    (made, $answer:ident, $to:ident, $($rest:tt)*) => {{
-        if $answer == 0 {
-            // SAFETY: the driver has written the context there.
-            unsafe { memory::contexts::remember($to) };
-        }
-        after!(context, $answer, $to, $($rest)*)
-    }};
+    (cuCtxCreate, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v2, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v3, $($rest:tt)*) => { after!(context, $($rest)*) };
+    (cuCtxCreate_v4, $($rest:tt)*) => { after!(context, $($rest)*) };
     (cuDevicePrimaryCtxRetain, $($rest:tt)*) => { after!(context, $($rest)*) };
-    (cuStreamEndCapture, $($rest:tt)*) => { after!(captured, $($rest)*) };
-    (cuStreamEndCapture_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
-    (cuStreamEndCaptureToCig, $($rest:tt)*) => { after!(captured, $($rest)*) };
-    (cuStreamEndCaptureToCig_ptsz, $($rest:tt)*) => { after!(captured, $($rest)*) };
-    (captured, $answer:ident, $stream:ident $(, $argument:ident)*) => {
-        memory::captures::end($answer, $stream)
-    };
     (context, $answer:ident, $($argument:ident),*) => {{
         if $answer == 0 {
             service::start();

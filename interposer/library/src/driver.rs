@@ -115,7 +115,6 @@ functions! {
     cuMemRelease(handle: u64);
     cuMemSetAccess(address: u64, bytes: u64, accessors: *const Accessor, count: u64);
     cuMemUnmap(address: u64, bytes: u64);
-    cuStreamSynchronize(stream: u64);
     cuMemcpyDtoD_v2(to: u64, from: u64, bytes: u64);
 }
 

@@ -49,9 +49,14 @@ impl Job {
             Request::Attach { from, count, .. } => (3, from, count),
             Request::Hello | Request::Open | Request::Shut { .. } => return Answer::Unknown,
         };
+        let is_moving = matches!(request, Request::Detach { .. } | Request::Attach { .. });
         self.clear();
         if self.state.load(Ordering::Acquire) != IDLE {
             return Answer::Working;
+        }
+        // Before it begins: the gate is not to open in between. It is looked at when it is done.
+        if let Some(area) = area::get().filter(|_| is_moving) {
+            area.is_away.store(true, Ordering::SeqCst);
         }
         self.kind.store(kind, Ordering::Relaxed);
         self.from.store(from, Ordering::Relaxed);

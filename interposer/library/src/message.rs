@@ -53,8 +53,8 @@ struct Header {
     flags: i32,
 }
 
-/// Sends a message with the descriptors that there are. Nobody may wait for it any more.
-pub fn send(to: BorrowedFd<'_>, bytes: &mut Bytes, descriptors: &Descriptors) {
+/// Sends a message with the descriptors that there are. False: it does not arrive.
+pub fn send(to: BorrowedFd<'_>, bytes: &mut Bytes, descriptors: &Descriptors) -> bool {
     let mut control = Control {
         bytes: HEAD,
         level: SOCKET,
@@ -67,7 +67,7 @@ pub fn send(to: BorrowedFd<'_>, bytes: &mut Bytes, descriptors: &Descriptors) {
     }
     let length = if control.bytes == HEAD { 0 } else { control.bytes };
     let flags = AT_ONCE | WITHOUT_SIGNAL;
-    call(arch::SENDMSG, to, bytes, &mut control, length, flags);
+    call(arch::SENDMSG, to, bytes, &mut control, length, flags) == bytes.len().cast_signed()
 }
 
 /// Takes a message that is there, and its descriptors. None: there is none of this size.

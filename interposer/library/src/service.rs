@@ -5,7 +5,6 @@
 
 use core::ffi::{c_int, c_void};
 use core::mem::transmute;
-use core::sync::atomic::Ordering;
 use core::{ptr, time::Duration};
 
 use firn_interposer::abi::{self, Answer, Reach, Request};
@@ -35,6 +34,11 @@ const ENDS: u32 = u32::MAX >> 1;
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 100_000,
+};
+
+const SECOND: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
 };
 
 /// Starts the threads, unless this process has them.
@@ -99,7 +103,10 @@ unsafe extern "C" fn serve(ends: *mut c_void) -> *mut c_void {
         let mut lease = Lease { area, seconds: 0 };
         while lease.serve_next(near).is_some() {}
         area.beacon.hide();
-        area.open();
+        // The other thread may still put memory back.
+        while !area.open() {
+            let _ = nanosleep(&SECOND);
+        }
     }
     ptr::null_mut()
 }
@@ -116,11 +123,7 @@ impl Lease {
     fn serve_next(&mut self, near: RawFd) -> Option<()> {
         // SAFETY: whether it is still the socket is looked at before anything is taken from it.
         let near = unsafe { BorrowedFd::borrow_raw(near) };
-        let second = Timespec {
-            tv_sec: 1,
-            tv_nsec: 0,
-        };
-        let limit = (self.seconds > 0).then_some(&second);
+        let limit = (self.seconds > 0).then_some(&SECOND);
         let mut ends = [PollFd::new(&near, PollFlags::IN)];
         match poll(&mut ends, limit) {
             Ok(0) | Err(Errno::INTR) => self.pass(),
@@ -148,7 +151,11 @@ impl Lease {
         let (number, request) = Request::of(&bytes).filter(|_| length == bytes.len())?;
         let mut descriptors = message::take(near, &mut bytes)?;
         let answer = request.map_or(Answer::Unknown, |request| self.act(request, &mut descriptors));
-        message::send(near, &mut answer.to_bytes(number), &descriptors);
+        let is_sent = message::send(near, &mut answer.to_bytes(number), &descriptors);
+        if let Some(Request::Lend { from, .. }) = request.filter(|_| is_sent && answer == Answer::Done) {
+            self.area
+                .lend(from as usize, descriptors.iter().flatten().count());
+        }
         Some(())
     }
 
@@ -167,19 +174,10 @@ impl Lease {
             Request::Shut { wait } => self.shut(Duration::from_millis(wait.into())),
             _ if !self.area.gate.is_shut() => Answer::Idle,
             _ => match self.busy() {
-                Answer::Done => self.move_memory(request, descriptors),
+                Answer::Done => self.area.job.does(request, descriptors),
                 busy => busy,
             },
         }
-    }
-
-    fn move_memory(&self, request: Request, descriptors: &mut Descriptors) -> Answer {
-        if matches!(request, Request::Detach { .. } | Request::Attach { .. }) {
-            // Before it begins: the gate is not to open in between.
-            self.area.is_away.store(true, Ordering::Release);
-        }
-        // What has moved is looked at when it is done.
-        self.area.job.does(request, descriptors)
     }
 
     fn shut(&mut self, wait: Duration) -> Answer {

@@ -1,6 +1,5 @@
 //! What the program allocates in one step: an address range, and pieces mapped into it.
 
-use core::iter;
 use core::sync::atomic::Ordering;
 
 use firn_interposer::sorted::Refused;
@@ -85,21 +84,33 @@ pub unsafe fn allocate_pitched(
 /// As the driver's.
 pub unsafe fn free(real: unsafe extern "C" fn(u64) -> Status, address: u64) -> Status {
     let own = |table: &Memory| table.allocation(address).filter(|found| found.begin == address);
-    let Some((area, found)) = area::get().and_then(|area| Some((area, own(&area.memory.take())?))) else {
+    let known = |area: &&Area| own(&area.memory.take()).is_some();
+    let Some(area) = area::get().filter(known) else {
         // SAFETY: the arguments are those of the program.
         return unsafe { real(address) };
     };
     discard_freed(area);
-    // The driver waits as well for the work that may use it, also on other devices.
-    match captures::unless_capturing(area, || wait(area, &found)) {
-        Some(SUCCESS) => {}
-        Some(refused) => return refused,
-        None => {
-            // It cannot be waited for now; the driver would free it at once.
-            set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
-            area.has_freed.store(true, Ordering::Release);
-            return SUCCESS;
+    captures::unless_capturing(area, || wait_and_discard(area, address)).unwrap_or_else(|| {
+        // It cannot be waited for now; the driver would free it at once.
+        let mut table = area.memory.take();
+        match own(&table) {
+            Some(found) => set_stage(&mut table, found.begin, Stage::Freed),
+            None => return driver::INVALID_VALUE,
         }
+        area.has_freed.store(true, Ordering::Release);
+        SUCCESS
+    })
+}
+
+/// Frees the allocation that begins at an address, once no work uses it, as the driver does.
+fn wait_and_discard(area: &Area, address: u64) -> Status {
+    let own = |table: &Memory| table.allocation(address).filter(|found| found.begin == address);
+    let Some(found) = own(&area.memory.take()) else {
+        return driver::INVALID_VALUE;
+    };
+    let waited = wait(area, &found);
+    if waited != SUCCESS {
+        return waited;
     }
     // Another thread of the program may have freed it, and made another one there.
     let found = {
@@ -129,11 +140,7 @@ pub unsafe fn free_in_stream(
         // SAFETY: the arguments are those of the program.
         return unsafe { real(address, stream) };
     }
-    // SAFETY: the program has this stream.
-    let waited = unsafe { driver::cuStreamSynchronize(stream) };
-    if waited != SUCCESS {
-        return waited;
-    }
+    // This waits for the whole context.
     extern "C" fn unknown(_: u64) -> Status {
         driver::INVALID_VALUE
     }
@@ -180,14 +187,13 @@ fn wait(area: &Area, found: &Allocation) -> Status {
         .zip(0..)
         .filter(|(_, device)| peers & (1 << *device) != 0);
     let others = others.map(|(context, _)| context.load(Ordering::Acquire));
-    for context in iter::once(found.context).chain(others.filter(|context| *context != 0)) {
-        // SAFETY: it has no arguments.
-        let waited = within(context, || unsafe { driver::cuCtxSynchronize() });
-        if waited != SUCCESS {
-            return waited;
-        }
+    // SAFETY: it has no arguments.
+    let wait = || unsafe { driver::cuCtxSynchronize() };
+    for context in others.filter(|context| *context != 0) {
+        // One that is just being released has no work.
+        let _ = within(context, wait);
     }
-    SUCCESS
+    within(found.context, wait)
 }
 
 /// Makes an allocation of so many bytes in the current context. None: the driver is to make it, or to refuse

@@ -12,6 +12,9 @@ use crate::driver::{SUCCESS, Status};
 /// What a call of the wrong thread gets, which ends no capture: CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
 const WRONG_THREAD: Status = 908;
 
+/// CU_STREAM_PER_THREAD
+const PER_THREAD: u64 = 2;
+
 /// How often a capture that is to begin looks whether nobody waits for a context any more.
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
@@ -34,7 +37,9 @@ pub fn begin(stream: u64, begin: impl FnOnce() -> Status) -> Status {
     }
     let answer = begin();
     if let Some(place) = place.filter(|_| answer != SUCCESS) {
-        place.store(0, Ordering::Release);
+        // It may be that of a capture of this stream which has ended meanwhile.
+        let _ = place.compare_exchange(key(stream), 0, Ordering::AcqRel, Ordering::Relaxed);
+        discard_freed(area);
     }
     answer
 }
@@ -47,8 +52,9 @@ pub fn unless_capturing<T>(area: &Area, wait: impl FnOnce() -> T) -> Option<T> {
     waited
 }
 
-/// cuStreamEndCapture and its kind have answered.
-pub fn end(answer: Status, stream: u64) -> Status {
+/// cuStreamEndCapture and its kind.
+pub fn end(stream: u64, end: impl FnOnce() -> Status) -> Status {
+    let answer = end();
     if answer != WRONG_THREAD {
         forget(stream);
         // Captures may follow each other so closely that no free finds a moment without one.
@@ -70,7 +76,7 @@ pub fn forget(stream: u64) {
     }
 }
 
-/// A stream in a place; that of the thread is 0 itself.
+/// A stream in a place. The thread's own one has two numbers.
 fn key(stream: u64) -> u64 {
-    stream | 1 << 63
+    if stream == 0 { PER_THREAD } else { stream }
 }

@@ -15,13 +15,19 @@ use crate::driver::{self, READ_WRITE, SUCCESS, Status};
 /// As the driver's.
 pub unsafe fn destroy(real: unsafe extern "C" fn(u64) -> Status, context: u64) -> Status {
     mark(context, true);
+    // Before the driver does it: another thread may get a new one of this number.
+    let is_known = area::get().is_some_and(|area| area.remove_context(context));
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(context) };
-    if let Some(area) = area::get().filter(|_| status == SUCCESS) {
-        area.remove_context(context);
-        end(area, context);
-    } else {
-        mark(context, false);
+    if let Some(area) = area::get() {
+        if status == SUCCESS {
+            end(area, context);
+        } else {
+            mark(context, false);
+            if is_known {
+                area.add_context(context);
+            }
+        }
     }
     status
 }
@@ -96,9 +102,15 @@ fn end(area: &Area, context: u64) {
         let mut table = area.memory.take();
         let mut all = table.mappings.all().iter();
         let is_ended = |mapping: &&Mapping| mapping.is_ending && mapping.context == context;
-        let first = all.find(|mapping| is_ended(mapping) && mapping.stage == Stage::Whole)?;
-        let found = table.allocation(first.begin)?;
-        set_stage(&mut table, found.begin, Stage::Partial);
+        let is_first = |mapping: &&Mapping| mapping.begin == mapping.allocation;
+        let has_it = |mapping: &&Mapping| mapping.stage != Stage::Partial;
+        let first = all
+            .find(|mapping| is_ended(mapping) && is_first(mapping) && has_it(mapping))?
+            .begin;
+        // One that the program has freed while a stream was captured goes as well.
+        set_stage(&mut table, first, Stage::Whole);
+        let found = table.allocation(first)?;
+        set_stage(&mut table, first, Stage::Partial);
         Some(found)
     };
     while let Some(found) = next() {

@@ -5,10 +5,11 @@
 use core::cell::Cell;
 use core::sync::atomic::Ordering;
 
+use firn_interposer::abi::PIECES;
 use firn_interposer::table::{Access, Kind, Mapping, Piece};
 use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use super::{access, current, table, within};
+use super::{access, captures, current, table, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, INVALID_VALUE, Location, Properties};
 use crate::driver::{READ, READ_WRITE, SUCCESS, Status};
@@ -21,6 +22,8 @@ const REHEARSED: u64 = 2 << 20;
 const NOT_SUPPORTED: Status = 801;
 /// A stream is captured: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
 const CAPTURING: Status = 900;
+/// There may be work, or the gate is open: CUDA_ERROR_NOT_READY.
+const NOT_READY: Status = 600;
 /// Nobody holds a piece: CUDA_ERROR_NOT_MAPPED.
 const NOT_LENT: Status = 211;
 
@@ -33,13 +36,15 @@ pub fn rehearse() -> Status {
     if area.has_unknown.load(Ordering::Acquire) {
         return NOT_SUPPORTED;
     }
-    if area.is_capturing() {
-        return CAPTURING;
-    }
     for context in area.contexts() {
+        // It may have been opened since this was asked for, and contexts destroyed.
+        if !area.gate.is_shut() {
+            return NOT_READY;
+        }
         let tried = within(context, || {
             // SAFETY: it has no arguments.
-            let waited = unsafe { driver::cuCtxSynchronize() };
+            let wait = || unsafe { driver::cuCtxSynchronize() };
+            let waited = captures::unless_capturing(area, wait).unwrap_or(CAPTURING);
             match (waited, current()) {
                 (SUCCESS, Some((device, _))) => attempt(device).err().unwrap_or(SUCCESS),
                 (SUCCESS, None) => NOT_SUPPORTED,
@@ -50,6 +55,7 @@ pub fn rehearse() -> Status {
             return tried;
         }
     }
+    area.is_rehearsed.store(area.gate.is_shut(), Ordering::Release);
     SUCCESS
 }
 
@@ -70,16 +76,26 @@ fn attempt(device: u32) -> Result<(), Status> {
 
 /// Descriptors of pieces, in the order of the table.
 pub fn lend(from: usize, count: usize, descriptors: &mut Descriptors) -> Status {
-    let Some(mut table) = table() else {
+    let Some((area, table)) = area::get().zip(table()) else {
         return INVALID_VALUE;
     };
+    if !area.gate.is_shut() {
+        return NOT_READY;
+    }
     if !table.is_own() {
         return NOT_SUPPORTED;
     }
-    let pieces = table.pieces.all_mut().iter_mut().skip(from).take(count);
-    for (piece, descriptor) in pieces.zip(descriptors) {
-        match exported(piece.real) {
-            Ok(lent) => (piece.is_lent, *descriptor) = (true, Some(lent)),
+    let mut pieces = [0; PIECES as usize];
+    let wanted = table.pieces.all().iter().skip(from).take(count);
+    for (place, piece) in pieces.iter_mut().zip(wanted) {
+        *place = piece.real;
+    }
+    // If the driver hangs now, the gate can be opened all the same.
+    drop(table);
+    let wanted = pieces.into_iter().take_while(|real| *real != 0);
+    for (real, descriptor) in wanted.zip(descriptors) {
+        match exported(real) {
+            Ok(lent) => *descriptor = Some(lent),
             Err(status) => return status,
         }
     }
@@ -105,6 +121,9 @@ pub fn detach() -> Status {
     };
     if !table.is_own() || area.has_unknown.load(Ordering::Acquire) {
         return NOT_SUPPORTED;
+    }
+    if !area.is_rehearsed.load(Ordering::Acquire) || area.is_capturing() {
+        return NOT_READY;
     }
     if table.pieces.all().iter().any(|piece| !piece.is_lent) {
         return NOT_LENT;
@@ -243,7 +262,7 @@ fn returned(area: &Area, piece: &mut Piece, descriptor: &OwnedFd) -> Result<u64,
             break;
         }
     }
-    piece.is_imported = copied.is_err();
+    (piece.is_imported, piece.is_lent) = (copied.is_err(), false);
     Ok(copied.unwrap_or(shared).keep())
 }
 

@@ -140,14 +140,18 @@ pub unsafe fn map(
     // SAFETY: the arguments are those of the program.
     let status = unsafe { real(begin, bytes, offset, real_handle(handle), flags) };
     if let Some(mut table) = table().filter(|_| status == SUCCESS) {
-        // What is not in the table cannot be taken out: it is counted there.
-        let _ = table.add_mapping(Mapping {
+        let is_known = table.pieces.get(handle).is_some();
+        let added = table.add_mapping(Mapping {
             begin,
             bytes,
             offset,
             piece: handle,
             ..Mapping::default()
         });
+        // A piece of the table cannot be taken out any more.
+        if is_known && added.is_err() {
+            table.lost = table.lost.saturating_add(1);
+        }
     }
     status
 }
