@@ -14,7 +14,7 @@ use crate::{CommandOutput, GpuHost};
 
 /// Runs its arguments, marks the end of both streams, and ends when it reads a line.
 const HELD: &str =
-    "\"$@\"; code=$?; printf '<all was read>'; printf '<all was read>' >&2; read line; exit $code";
+    "\"$@\" </dev/null; code=$?; printf '<all was read>'; printf '<all was read>' >&2; read line; exit $code";
 const END: &[u8] = b"<all was read>";
 
 impl GpuHost {
