@@ -13,7 +13,7 @@ use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, READ_WRITE, 
 const SMALLEST: u64 = 2 << 20;
 /// Of the size of a piece.
 const GRANULARITY: u64 = 2 << 20;
-/// A larger allocation has several pieces: to put one in the place of another needs room for one.
+/// A larger allocation has several pieces: to replace one by a copy needs room for one.
 const LARGEST: u64 = 1 << 30;
 
 /// Bits of what a device can do.
