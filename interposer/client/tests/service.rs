@@ -330,7 +330,9 @@ fn a_driver_that_hangs_holds_nobody() {
         }
         assert!(!lent(&mut process).is_empty());
         assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
-        let open = std::fs::read_dir(format!("/proc/{}/fd", program.child.id())).unwrap().count();
+        let open = std::fs::read_dir(format!("/proc/{}/fd", program.child.id()))
+            .unwrap()
+            .count();
         assert!(open < 12, "{open} descriptors");
     }
     assert_eq!(program.answer_to("wrong"), "0");
