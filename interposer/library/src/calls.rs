@@ -76,16 +76,36 @@ macro_rules! call {
     (cuMemUnmap, $($rest:ident),*) => { memory::pieces::unmap($($rest),*) };
     (cuMemSetAccess, $($rest:ident),*) => { memory::pieces::set_access($($rest),*) };
     (cuMemRetainAllocationHandle, $($rest:ident),*) => { memory::pieces::retain($($rest),*) };
-    (cuMemExportToShareableHandle, $($rest:ident),*) => { memory::pieces::export($($rest),*) };
+    (cuMemExportToShareableHandle, $real:ident, $to:ident, $handle:ident, $($rest:ident),*) => {
+        $real($to, memory::pieces::shared_handle($handle), $($rest),*)
+    };
     (cuMemImportFromShareableHandle, $($rest:ident),*) => { memory::pieces::import($($rest),*) };
     (cuMemGetAllocationPropertiesFromHandle, $($rest:ident),*) => { memory::pieces::properties($($rest),*) };
-    (cuMulticastBindMem, $($rest:ident),*) => { memory::pieces::bind($($rest),*) };
-    (cuMulticastBindMem_v2, $($rest:ident),*) => { memory::pieces::bind_of_device($($rest),*) };
-    (cuLogicalEndpointBindMem, $($rest:ident),*) => { memory::pieces::bind_endpoint($($rest),*) };
-    (cuMulticastBindAddr, $($rest:ident),*) => { memory::pieces::bind_range($($rest),*) };
-    (cuMulticastBindAddr_v2, $($rest:ident),*) => { memory::pieces::bind_range_of_device($($rest),*) };
-    (cuLogicalEndpointBindAddr, $($rest:ident),*) => { memory::pieces::bind_range_of_endpoint($($rest),*) };
-    (cuMemGetHandleForAddressRange, $($rest:ident),*) => { memory::pieces::handle_of_range($($rest),*) };
+    (cuMulticastBindMem, $real:ident, $to:ident, $offset:ident, $handle:ident, $($rest:ident),*) => {
+        $real($to, $offset, memory::pieces::shared_handle($handle), $($rest),*)
+    };
+    (cuMulticastBindMem_v2, $($rest:ident),*) => { call!(bind, $($rest),*) };
+    (cuLogicalEndpointBindMem, $($rest:ident),*) => { call!(bind, $($rest),*) };
+    (bind, $real:ident, $to:ident, $device:ident, $offset:ident, $handle:ident, $($rest:ident),*) => {
+        $real($to, $device, $offset, memory::pieces::shared_handle($handle), $($rest),*)
+    };
+    (cuMulticastBindAddr, $real:ident, $to:ident, $offset:ident, $begin:ident, $bytes:ident,
+        $flags:ident) => {{
+        memory::pieces::share_range($begin, $bytes);
+        $real($to, $offset, $begin, $bytes, $flags)
+    }};
+    (cuMulticastBindAddr_v2, $($rest:ident),*) => { call!(bind_range, $($rest),*) };
+    (cuLogicalEndpointBindAddr, $($rest:ident),*) => { call!(bind_range, $($rest),*) };
+    (bind_range, $real:ident, $to:ident, $device:ident, $offset:ident, $begin:ident, $bytes:ident,
+        $flags:ident) => {{
+        memory::pieces::share_range($begin, $bytes);
+        $real($to, $device, $offset, $begin, $bytes, $flags)
+    }};
+    (cuMemGetHandleForAddressRange, $real:ident, $to:ident, $begin:ident, $bytes:ident,
+        $($rest:ident),*) => {{
+        memory::pieces::share_range($begin, $bytes);
+        $real($to, $begin, $bytes, $($rest),*)
+    }};
     (cuMulticastCreate, $($rest:ident),*) => { memory::pieces::create_multicast($($rest),*) };
     (cuPointerSetAttribute, $($rest:ident),*) => { memory::attributes::set($($rest),*) };
     (cuMemFreeAsync, $($rest:ident),*) => { memory::allocations::free_in_stream($($rest),*) };

@@ -88,7 +88,7 @@ fn real_handle(known: u64) -> u64 {
 }
 
 /// The same, of a piece to which something else refers from now on.
-fn shared_handle(known: u64) -> u64 {
+pub fn shared_handle(known: u64) -> u64 {
     let Some(mut table) = table() else {
         return known;
     };
@@ -100,7 +100,7 @@ fn shared_handle(known: u64) -> u64 {
 }
 
 /// Something else refers to a range from now on.
-fn share_range(begin: u64, bytes: u64) {
+pub fn share_range(begin: u64, bytes: u64) {
     if let Some(mut table) = table() {
         table.share(begin, begin.saturating_add(bytes));
     }
@@ -247,21 +247,6 @@ pub unsafe fn retain(real: unsafe extern "C" fn(u64, u64) -> Status, to: u64, ad
     }
 }
 
-/// cuMemExportToShareableHandle
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn export(
-    real: unsafe extern "C" fn(u64, u64, u32, u64) -> Status,
-    to: u64,
-    handle: u64,
-    kind: u32,
-    flags: u64,
-) -> Status {
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(to, shared_handle(handle), kind, flags) }
-}
-
 /// cuMemImportFromShareableHandle
 ///
 /// # Safety
@@ -308,81 +293,6 @@ pub unsafe fn properties(real: unsafe extern "C" fn(u64, u64) -> Status, to: u64
     }
 }
 
-/// cuMulticastBindMem
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn bind(
-    real: unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> Status,
-    multicast: u64,
-    offset: u64,
-    handle: u64,
-    from: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(multicast, offset, shared_handle(handle), from, bytes, flags) }
-}
-
-/// cuMulticastBindMem of CUDA 13.1
-///
-/// # Safety
-/// As the driver's.
-#[allow(clippy::too_many_arguments, reason = "the driver's, and itself")]
-pub unsafe fn bind_of_device(
-    real: unsafe extern "C" fn(u64, u32, u64, u64, u64, u64, u64) -> Status,
-    multicast: u64,
-    device: u32,
-    offset: u64,
-    handle: u64,
-    from: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    // SAFETY: the arguments are those of the program.
-    unsafe {
-        real(
-            multicast,
-            device,
-            offset,
-            shared_handle(handle),
-            from,
-            bytes,
-            flags,
-        )
-    }
-}
-
-/// cuLogicalEndpointBindMem
-///
-/// # Safety
-/// As the driver's.
-#[allow(clippy::too_many_arguments, reason = "the driver's, and itself")]
-pub unsafe fn bind_endpoint(
-    real: unsafe extern "C" fn(u32, u32, u64, u64, u64, u64, u64) -> Status,
-    endpoint: u32,
-    device: u32,
-    offset: u64,
-    handle: u64,
-    from: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    // SAFETY: the arguments are those of the program.
-    unsafe {
-        real(
-            endpoint,
-            device,
-            offset,
-            shared_handle(handle),
-            from,
-            bytes,
-            flags,
-        )
-    }
-}
-
 /// `CUarrayMapInfo`, as far as it matters here.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -420,76 +330,6 @@ pub unsafe fn map_arrays(
         }
     }
     SUCCESS
-}
-
-/// cuMulticastBindAddr
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn bind_range(
-    real: unsafe extern "C" fn(u64, u64, u64, u64, u64) -> Status,
-    multicast: u64,
-    offset: u64,
-    begin: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    share_range(begin, bytes);
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(multicast, offset, begin, bytes, flags) }
-}
-
-/// cuMulticastBindAddr of CUDA 13.1
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn bind_range_of_device(
-    real: unsafe extern "C" fn(u64, u32, u64, u64, u64, u64) -> Status,
-    multicast: u64,
-    device: u32,
-    offset: u64,
-    begin: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    share_range(begin, bytes);
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(multicast, device, offset, begin, bytes, flags) }
-}
-
-/// cuLogicalEndpointBindAddr
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn bind_range_of_endpoint(
-    real: unsafe extern "C" fn(u32, u32, u64, u64, u64, u64) -> Status,
-    endpoint: u32,
-    device: u32,
-    offset: u64,
-    begin: u64,
-    bytes: u64,
-    flags: u64,
-) -> Status {
-    share_range(begin, bytes);
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(endpoint, device, offset, begin, bytes, flags) }
-}
-
-/// cuMemGetHandleForAddressRange
-///
-/// # Safety
-/// As the driver's.
-pub unsafe fn handle_of_range(
-    real: unsafe extern "C" fn(u64, u64, u64, u32, u64) -> Status,
-    to: u64,
-    begin: u64,
-    bytes: u64,
-    kind: u32,
-    flags: u64,
-) -> Status {
-    share_range(begin, bytes);
-    // SAFETY: the arguments are those of the program.
-    unsafe { real(to, begin, bytes, kind, flags) }
 }
 
 /// cuMulticastCreate
