@@ -10,6 +10,7 @@ mod init;
 mod ipc;
 mod launch;
 mod memory;
+mod pieces;
 mod stream;
 
 use std::ffi::{CStr, c_char};

@@ -19,6 +19,7 @@ mod event;
 mod gate;
 mod hardware;
 mod kernels;
+mod pieces;
 mod process;
 mod service;
 mod transfer;

@@ -8,6 +8,7 @@ use simgpu_model::{CHUNK, GpuInfo, Mapping, Uuid};
 use crate::error::Error;
 use crate::hardware::{Hardware, OpenGpu};
 use crate::kernels::Kernel;
+use crate::pieces::Pieces;
 
 /// State as cuCheckpointProcessGetState numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +78,7 @@ pub(crate) struct Process {
     /// The open devices; none before cuInit, and while checkpointed.
     pub(crate) hardware: Option<Hardware>,
     pub(crate) allocations: BTreeMap<u64, Allocation>,
+    pub(crate) pieces: Pieces,
     /// Per GPU, what a checkpoint saved of its memory.
     pub(crate) saved: Vec<Option<Mapping>>,
     /// A restore found too little GPU memory: no other one works.
@@ -111,6 +113,7 @@ impl Process {
             hardware: None,
             exposed: Vec::new(),
             allocations: BTreeMap::new(),
+            pieces: Pieces::default(),
             contexts: HashMap::new(),
             modules: HashMap::new(),
             functions: HashMap::new(),
@@ -140,6 +143,19 @@ impl Process {
         self.next_handle << 4
     }
 
+    /// The id of an allocation that was never given before.
+    pub(crate) fn fresh_id(&mut self) -> u32 {
+        self.next_id += 1;
+        self.next_id - 1
+    }
+
+    /// Device addresses that were never given before.
+    pub(crate) fn fresh_address(&mut self, size: usize) -> u64 {
+        let address = self.next_address;
+        self.next_address += size.next_multiple_of(CHUNK) as u64;
+        address
+    }
+
     /// The open devices. Calls of the application only see the process with devices: the gate is closed
     /// otherwise.
     pub(crate) fn hardware(&self) -> Result<&Hardware, Error> {
@@ -159,7 +175,7 @@ impl Process {
 
     /// Allocates on a GPU.
     pub(crate) fn allocate(&mut self, gpu: usize, size: usize) -> Result<u64, Error> {
-        let id = self.next_id;
+        let id = self.fresh_id();
         let open = self.open_gpu(gpu)?;
         let runs = open
             .memory
@@ -169,14 +185,12 @@ impl Process {
             open.memory.free(open.slot, id);
             Error::OUT_OF_MEMORY
         })?;
-        self.next_id += 1;
         Ok(self.insert(gpu, size, Backing::Device { id, mapping }))
     }
 
     /// Records an allocation at a fresh device address.
     pub(crate) fn insert(&mut self, gpu: usize, size: usize, backing: Backing) -> u64 {
-        let address = self.next_address;
-        self.next_address += size.next_multiple_of(CHUNK) as u64;
+        let address = self.fresh_address(size);
         self.allocations
             .insert(address, Allocation { gpu, size, backing });
         address
@@ -199,14 +213,19 @@ impl Process {
 
     /// Where this process can reach `len` bytes at a device address.
     pub(crate) fn reach(&self, address: u64, len: usize) -> Result<*mut u8, Error> {
-        let found = self.allocations.range(..=address).next_back();
-        let (start, allocation) = found.ok_or(Error::INVALID_VALUE)?;
-        let offset = simgpu_model::index(address - start);
-        if offset.checked_add(len).is_none_or(|end| end > allocation.size) {
-            return Err(Error::INVALID_VALUE);
+        let offset = |start: u64| simgpu_model::index(address - start);
+        let is_inside = |(start, allocation): &(&u64, &Allocation)| {
+            let end = offset(**start).checked_add(len);
+            end.is_some_and(|end| end <= allocation.size)
+        };
+        let before = self.allocations.range(..=address).next_back();
+        match before.filter(is_inside) {
+            Some((start, allocation)) => {
+                let mapping = allocation.mapping().ok_or(Error::ILLEGAL_STATE)?;
+                Ok(mapping.at(offset(*start), len))
+            }
+            None => self.pieces.reach(address, len).ok_or(Error::INVALID_VALUE),
         }
-        let mapping = allocation.mapping().ok_or(Error::ILLEGAL_STATE)?;
-        Ok(mapping.at(offset, len))
     }
 
     /// Whether any memory is managed.
@@ -229,8 +248,7 @@ impl Process {
 
     /// Whether any memory is another process's.
     pub(crate) fn has_imported(&self) -> bool {
-        self.allocations
-            .values()
-            .any(|allocation| matches!(allocation.backing, Backing::Imported { .. }))
+        let is_imported = |allocation: &Allocation| matches!(allocation.backing, Backing::Imported { .. });
+        self.allocations.values().any(is_imported) || self.pieces.has_imported()
     }
 }

@@ -46,6 +46,7 @@ pub(crate) fn checkpoint(process: &mut Process) -> Result<(), Error> {
         }
         regions.push(region);
     }
+    process.pieces.save().map_err(|_| Error::OUT_OF_MEMORY)?;
     process.saved = regions;
     for allocation in process.allocations.values_mut() {
         if let Backing::Imported { mapping } = &mut allocation.backing {
@@ -83,8 +84,13 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
     let mut hardware = Hardware::enter(control, memories.map_err(|_| Error::INVALID_VALUE)?, token)?;
     let gpus: BTreeSet<usize> = process.contexts.values().map(|context| context.gpu).collect();
     let mapped = gpus.into_iter().try_for_each(|gpu| hardware.map_base(gpu));
-    if let Err(error) = mapped.and_then(|()| load(process, &hardware)) {
+    let uuids: Vec<Uuid> = targets.iter().map(|gpu| gpu.uuid).collect();
+    let loaded = mapped
+        .and_then(|()| load(process, &hardware))
+        .and_then(|()| process.pieces.load(&hardware, &uuids));
+    if let Err(error) = loaded {
         let reserved = reserve(process);
+        process.pieces.unload().map_err(|_| Error::OUT_OF_MEMORY)?;
         hardware.leave();
         reserved?;
         // Seen on an H100: it is never restored after that, also when there is room again, and its nodes stay
@@ -96,7 +102,8 @@ pub(crate) fn restore(process: &mut Process, pairs: &[(Uuid, Uuid)], token: u64)
         return Err(error);
     }
     process.saved.iter_mut().for_each(|region| *region = None);
-    process.current = targets.iter().map(|gpu| gpu.uuid).collect();
+    process.pieces.forget_saved();
+    process.current = uuids;
     process.exposed = exposed;
     process.hardware = Some(hardware);
     process.state = State::Locked;

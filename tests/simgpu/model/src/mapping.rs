@@ -72,6 +72,15 @@ impl Mapping {
         Ok(Self { at, len })
     }
 
+    /// Maps `file` from `offset`, shared, over all of it.
+    pub fn map_over(&self, file: BorrowedFd<'_>, offset: usize) -> io::Result<()> {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let offset = i64::try_from(offset).map_err(io::Error::other)?;
+        let (len, fd) = (self.len, file.as_raw_fd());
+        self.replace(0, len, protection, libc::MAP_SHARED, fd, offset)?;
+        self.keep_from_children()
+    }
+
     /// Replaces what is mapped by nothing: the addresses stay taken, and nobody can use them.
     pub fn reserve(&self) -> io::Result<()> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;

@@ -146,6 +146,34 @@ unsafe extern "C" fn cuCtxGetCurrent(context: *mut Handle) -> i32 {
 }
 
 #[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetDevice(device: *mut i32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let process = entered.process();
+        let gpu = current_gpu(&process)?;
+        let ordinal = process.ordinals.iter().position(|place| *place == gpu);
+        let ordinal = ordinal.and_then(|ordinal| i32::try_from(ordinal).ok());
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(device, ordinal.ok_or(Error::INVALID_CONTEXT)?) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) -> i32 {
+    answer(|| {
+        let entered = driver::enter()?;
+        let process = entered.process();
+        let gpu = process.place(device)?;
+        let is_own = |context: &Context| context.primary && context.gpu == gpu;
+        let is_active = process.contexts.values().any(is_own);
+        // SAFETY: the caller keeps the driver API's contract.
+        unsafe { give(flags, 0) }?;
+        // SAFETY: as above.
+        unsafe { give(active, i32::from(is_active)) }
+    })
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn cuCtxPushCurrent_v2(context: Handle) -> i32 {
     answer(|| {
         let entered = driver::enter()?;

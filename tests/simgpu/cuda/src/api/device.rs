@@ -95,6 +95,8 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut i32, attribute: i32, devic
             50 => field(0),     // PCI_DOMAIN_ID
             75 => Some(9),      // COMPUTE_CAPABILITY_MAJOR
             76 => Some(0),      // COMPUTE_CAPABILITY_MINOR
+            // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            102 | 103 => Some(1),
             _ => None,
         };
         // SAFETY: the caller keeps the driver API's contract.

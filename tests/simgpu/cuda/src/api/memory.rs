@@ -56,7 +56,12 @@ unsafe extern "C" fn cuMemAllocManaged(address: *mut u64, size: usize, flags: u3
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: u64) -> i32 {
-    answer(|| driver::enter()?.process().free(address))
+    answer(|| {
+        let entered = driver::enter()?;
+        // Seen of driver 580, whatever is freed.
+        entered.waits().finish();
+        entered.process().free(address)
+    })
 }
 
 #[unsafe(no_mangle)]

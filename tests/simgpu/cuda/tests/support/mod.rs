@@ -170,9 +170,15 @@ impl Node {
 
     /// Starts the counter.
     pub fn counter(&self, arguments: &[&str]) -> Counter {
+        self.counter_of(&[], arguments)
+    }
+
+    /// The same with variables.
+    pub fn counter_of(&self, variables: &[(&str, &Path)], arguments: &[&str]) -> Counter {
         let mut command = self.command("gpu-counter");
         Counter::start(
             command
+                .envs(variables.iter().copied())
                 .args(["--interval-ms", "10", "--mib", "4"])
                 .args(arguments),
         )
