@@ -14,3 +14,4 @@ pub mod facts;
 pub mod gate;
 pub mod sorted;
 pub mod table;
+pub mod token;

@@ -98,10 +98,8 @@ pub enum Stage {
     /// It has.
     #[default]
     Whole = 0,
-    /// It has freed it, and the driver could not be asked at that moment.
-    Freed = 1,
     /// It does not have it yet, or no longer: one thread makes it or discards it.
-    Partial = 2,
+    Partial = 1,
 }
 
 /// Who may access a mapping.

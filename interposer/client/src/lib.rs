@@ -107,6 +107,12 @@ impl Library {
         }
     }
 
+    /// Whether the process has this file of the library and can be asked.
+    pub fn is_in(&self, pid: i32) -> bool {
+        let found = Pid::from_raw(pid).map(|pid| self.process(pid));
+        matches!(found, Some(Ok(Some(_))))
+    }
+
     /// Where the begin of the file is mapped.
     fn base(&self, pid: Pid) -> io::Result<Option<u64>> {
         let mut named = Vec::new();

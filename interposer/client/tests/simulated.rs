@@ -10,6 +10,8 @@ mod common;
 #[path = "../../../tests/simgpu/cuda/tests/support/mod.rs"]
 mod support;
 
+use std::collections::BTreeSet;
+
 use firn_interposer::abi::{Answer, Request};
 use firn_interposer_client::{Library, Process};
 use firn_workloads::counter::checksum;
@@ -60,4 +62,28 @@ fn memory_is_out_while_the_driver_checkpoints() {
         assert_eq!(field(&line, "checksum"), computed.to_string());
         assert_eq!((node.used(0), node.used(1)), used);
     }
+}
+
+/// A handle that another process has opened: neither can be taken apart, and both continue.
+#[test]
+fn memory_that_processes_share_stays() {
+    require!(missing());
+    let node = Node::new(TWO);
+    let file = common::library();
+    let library = Library::read(&file).unwrap();
+    let counter = node.counter_of(&[("LD_PRELOAD", &file)], &["--ipc"]);
+    let importer = field(&counter.line_of("importer"), "pid").parse().unwrap();
+    for pid in [counter.pid(), importer].map(Pid::from_raw) {
+        let pid = pid.unwrap();
+        let mut process = eventually("the library", || library.process(pid).unwrap());
+        demand(&mut process, Request::Shut { wait: WAIT });
+        demand(&mut process, Request::Rehearse { wait: WAIT });
+        let refused = Answer::Refused { status: 801 };
+        assert_eq!(process.lend(0, WAIT).unwrap().unwrap_err(), refused);
+        demand(&mut process, Request::Open);
+    }
+    let words: BTreeSet<String> = (0..50)
+        .map(|_| field(&counter.line_of("importer"), "first"))
+        .collect();
+    assert!(words.len() > 1, "it sees nothing of the other one: {words:?}");
 }

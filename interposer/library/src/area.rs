@@ -12,6 +12,7 @@ use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 
 use crate::job::Job;
 use crate::lock::Lock;
+use crate::memory::shared::Shares;
 
 /// Threads with a slot of their own.
 const THREADS: usize = 16_384;
@@ -52,19 +53,17 @@ pub struct Area {
     pub is_rehearsed: AtomicBool,
     /// Streams that are captured; 0: none.
     pub captures: [AtomicU64; CAPTURES],
-    /// Threads that wait for a context.
-    pub waits: AtomicU32,
-    /// There are allocations that the program has freed, and that are still there.
-    pub has_freed: AtomicBool,
     pub job: Job,
     pub gate: Gate<[Slot; THREADS]>,
     pub memory: Lock<Memory>,
+    /// Allocations that processes have in common.
+    pub shares: Lock<Shares>,
 }
 
 impl Area {
     /// Whether a stream is captured.
     pub fn is_capturing(&self) -> bool {
-        let is_taken = |place: &AtomicU64| place.load(Ordering::SeqCst) != 0;
+        let is_taken = |place: &AtomicU64| place.load(Ordering::Acquire) != 0;
         self.captures.iter().any(is_taken)
     }
 

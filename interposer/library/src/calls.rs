@@ -21,7 +21,7 @@ const NO_DRIVER: i32 = 303;
 /// A structure that is passed by value in memory.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct InMemory<const WORDS: usize>([u64; WORDS]);
+pub struct InMemory<const WORDS: usize>(pub [u64; WORDS]);
 
 /// The address of a function.
 pub struct Address(*const ());
@@ -106,6 +106,10 @@ macro_rules! call {
         memory::pieces::share_range($begin, $bytes);
         $real($to, $begin, $bytes, $($rest),*)
     }};
+    (cuIpcGetMemHandle, $($rest:ident),*) => { memory::shared::get($($rest),*) };
+    (cuIpcOpenMemHandle, $($rest:ident),*) => { memory::shared::open($($rest),*) };
+    (cuIpcOpenMemHandle_v2, $($rest:ident),*) => { memory::shared::open($($rest),*) };
+    (cuIpcCloseMemHandle, $($rest:ident),*) => { memory::shared::close($($rest),*) };
     (cuMulticastCreate, $($rest:ident),*) => { memory::pieces::create_multicast($($rest),*) };
     (cuPointerSetAttribute, $($rest:ident),*) => { memory::attributes::set($($rest),*) };
     (cuMemFreeAsync, $($rest:ident),*) => { memory::allocations::free_in_stream($($rest),*) };
@@ -194,7 +198,7 @@ mod all {
     include!(concat!(env!("OUT_DIR"), "/calls.rs"));
 }
 
-pub use all::WRAPPERS;
+pub use all::{WRAPPERS, cuMemExportToShareableHandle};
 
 /// The rows of the driver's functions.
 #[allow(

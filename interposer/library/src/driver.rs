@@ -13,6 +13,7 @@ pub type Status = i32;
 
 pub const SUCCESS: Status = 0;
 pub const INVALID_VALUE: Status = 1;
+pub const OUT_OF_MEMORY: Status = 2;
 /// What a function returns that this driver does not have.
 pub const NOT_FOUND: Status = 500;
 
@@ -107,8 +108,11 @@ functions! {
     cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, is_active: *mut i32);
     cuMemAddressFree(address: u64, bytes: u64);
     cuMemAddressReserve(address: *mut u64, bytes: u64, alignment: u64, wanted: u64, flags: u64);
+    cuMemAlloc_v2(address: *mut u64, bytes: u64);
     cuMemCreate(handle: *mut u64, bytes: u64, properties: *const Properties, flags: u64);
     cuMemExportToShareableHandle(to: *mut i32, handle: u64, kind: u32, flags: u64);
+    cuMemFree_v2(address: u64);
+    cuMemGetAllocationPropertiesFromHandle(to: *mut Properties, handle: u64);
     cuMemGetInfo_v2(free: *mut u64, total: *mut u64);
     cuMemImportFromShareableHandle(to: *mut u64, shared: usize, kind: u32);
     cuMemMap(address: u64, bytes: u64, offset: u64, handle: u64, flags: u64);

@@ -16,6 +16,7 @@ mod driver;
 mod elf;
 mod job;
 mod lock;
+mod meeting;
 mod memory;
 mod message;
 mod resolve;

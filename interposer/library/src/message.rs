@@ -115,5 +115,5 @@ fn call(
     let end = end.as_raw_fd().unsigned_abs() as usize;
     let header = (&raw mut header).expose_provenance();
     // SAFETY: sendmsg and recvmsg have these arguments, and all that the header names is there.
-    unsafe { arch::system_call(number, end, header, flags) }
+    unsafe { arch::system_call(number, [end, header, flags, 0]) }
 }

@@ -50,28 +50,31 @@ pub fn start() {
 }
 
 fn begin() -> Option<()> {
-    let create = elf::of_libc(b"pthread_create")?;
-    let mask = elf::of_libc(b"pthread_sigmask")?;
     let flags = SocketFlags::CLOEXEC;
     let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
     let ends = pack(&near, &far);
+    start_thread(work, ptr::null_mut())?;
+    start_thread(serve, ends)?;
+    // They are the thread's from now on.
+    let _ = (near.into_raw_fd(), far.into_raw_fd());
+    Some(())
+}
+
+/// Starts a thread of the library's own, which gets no signals. None: there is none.
+pub fn start_thread(body: Body, argument: *mut c_void) -> Option<()> {
+    let create = elf::of_libc(b"pthread_create")?;
+    let mask = elf::of_libc(b"pthread_sigmask")?;
     let (mut thread, mut before) = (0, 0);
     // SAFETY: the C library's functions, called as documented. The thread has its maker's mask.
     let made = unsafe {
         let create = transmute::<usize, PthreadCreate>(create);
         let mask = transmute::<usize, PthreadSigmask>(mask);
         mask(SETMASK, &SIGNALS, &mut before);
-        let mut made = create(&mut thread, ptr::null(), work, ptr::null_mut());
-        if made == 0 {
-            made = create(&mut thread, ptr::null(), serve, ends);
-        }
+        let made = create(&mut thread, ptr::null(), body, argument);
         mask(SETMASK, &before, ptr::null_mut());
         made
     };
-    (made == 0).then(|| {
-        // They are the thread's from now on.
-        let _ = (near.into_raw_fd(), far.into_raw_fd());
-    })
+    (made == 0).then_some(())
 }
 
 /// Both ends in the word that a thread gets.

@@ -58,12 +58,17 @@ global_asm!(
 
 pub const SENDMSG: usize = 211;
 pub const RECVMSG: usize = 212;
+pub const CONNECT: usize = 203;
+pub const BIND: usize = 200;
+pub const GETSOCKNAME: usize = 204;
+pub const SOCKET: usize = 198;
+pub const ACCEPT: usize = 242;
 
 /// Calls the kernel. Its answer: a negative one is an error's number.
 ///
 /// # Safety
 /// As the system call.
-pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usize) -> isize {
+pub unsafe fn system_call(number: usize, [first, second, third, fourth]: [usize; 4]) -> isize {
     let answer;
     // SAFETY: as the caller promises.
     unsafe {
@@ -73,6 +78,7 @@ pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usi
             inlateout("x0") first => answer,
             in("x1") second,
             in("x2") third,
+            in("x3") fourth,
             options(nostack),
         );
     }

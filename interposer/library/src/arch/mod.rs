@@ -8,7 +8,8 @@ use core::arch::global_asm;
 
 use crate::elf::Debug;
 
-pub use this::{RECVMSG, SENDMSG, cell, dlsym, set_cell, system_call};
+pub use this::{ACCEPT, BIND, CONNECT, GETSOCKNAME, RECVMSG, SENDMSG, SOCKET};
+pub use this::{cell, dlsym, set_cell, system_call};
 
 // A word of each thread, in the static block of thread-local memory: a preloaded library is there when the
 // program begins.

@@ -58,12 +58,17 @@ global_asm!(
 
 pub const SENDMSG: usize = 46;
 pub const RECVMSG: usize = 47;
+pub const CONNECT: usize = 42;
+pub const BIND: usize = 49;
+pub const GETSOCKNAME: usize = 51;
+pub const SOCKET: usize = 41;
+pub const ACCEPT: usize = 288;
 
 /// Calls the kernel. Its answer: a negative one is an error's number.
 ///
 /// # Safety
 /// As the system call.
-pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usize) -> isize {
+pub unsafe fn system_call(number: usize, [first, second, third, fourth]: [usize; 4]) -> isize {
     let answer;
     // SAFETY: as the caller promises.
     unsafe {
@@ -73,6 +78,7 @@ pub unsafe fn system_call(number: usize, first: usize, second: usize, third: usi
             in("rdi") first,
             in("rsi") second,
             in("rdx") third,
+            in("r10") fourth,
             out("rcx") _,
             out("r11") _,
             options(nostack),

@@ -5,7 +5,7 @@ use core::sync::atomic::Ordering;
 use firn_interposer::sorted::Refused;
 use firn_interposer::table::{Allocation, Kind, Mapping, Piece, Stage};
 
-use super::{access, captures, current, grant, within};
+use super::{access, current, grant, wait_for_work, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, Properties, READ_WRITE, SUCCESS, Status};
 
@@ -84,22 +84,13 @@ pub unsafe fn allocate_pitched(
 /// As the driver's.
 pub unsafe fn free(real: unsafe extern "C" fn(u64) -> Status, address: u64) -> Status {
     let own = |table: &Memory| table.allocation(address).filter(|found| found.begin == address);
-    let known = |area: &&Area| own(&area.memory.take()).is_some();
+    // What is open of another process is closed, and not freed.
+    let known = |area: &&Area| own(&area.memory.take()).is_some() && !area.shares.take().is_open(address);
     let Some(area) = area::get().filter(known) else {
         // SAFETY: the arguments are those of the program.
         return unsafe { real(address) };
     };
-    discard_freed(area);
-    captures::unless_capturing(area, || wait_and_discard(area, address)).unwrap_or_else(|| {
-        // It cannot be waited for now; the driver would free it at once.
-        let mut table = area.memory.take();
-        match own(&table) {
-            Some(found) => set_stage(&mut table, found.begin, Stage::Freed),
-            None => return driver::INVALID_VALUE,
-        }
-        area.has_freed.store(true, Ordering::Release);
-        SUCCESS
-    })
+    wait_and_discard(area, address)
 }
 
 /// Frees the allocation that begins at an address, once no work uses it, as the driver does.
@@ -148,37 +139,8 @@ pub unsafe fn free_in_stream(
     unsafe { free(unknown, address) }
 }
 
-/// Discards what was freed while a stream was captured, if none is.
-pub fn discard_freed(area: &Area) {
-    if area.is_capturing() || !area.has_freed.swap(false, Ordering::AcqRel) {
-        return;
-    }
-    let next = || {
-        let mut table = area.memory.take();
-        let freed = table
-            .mappings
-            .all()
-            .iter()
-            .find(|first| first.stage == Stage::Freed)?
-            .begin;
-        set_stage(&mut table, freed, Stage::Whole);
-        let found = table.allocation(freed)?;
-        set_stage(&mut table, freed, Stage::Partial);
-        Some(found)
-    };
-    while let Some(found) = next() {
-        if captures::unless_capturing(area, || wait(area, &found)).is_none() {
-            set_stage(&mut area.memory.take(), found.begin, Stage::Freed);
-            area.has_freed.store(true, Ordering::Release);
-            return;
-        }
-        // If it could not be waited for else, the device has failed.
-        discard(area, found.begin, found.bytes);
-    }
-}
-
 /// Waits for the work of an allocation's context, and of those that may access it.
-fn wait(area: &Area, found: &Allocation) -> Status {
+pub fn wait(area: &Area, found: &Allocation) -> Status {
     let peers = area.peers.get(found.device as usize);
     let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
     let others = area
@@ -187,22 +149,19 @@ fn wait(area: &Area, found: &Allocation) -> Status {
         .zip(0..)
         .filter(|(_, device)| peers & (1 << *device) != 0);
     let others = others.map(|(context, _)| context.load(Ordering::Acquire));
-    // SAFETY: it has no arguments.
-    let wait = || unsafe { driver::cuCtxSynchronize() };
     for context in others.filter(|context| *context != 0) {
         // One that is just being released has no work.
-        let _ = within(context, wait);
+        let _ = within(context, wait_for_work);
     }
-    within(found.context, wait)
+    within(found.context, wait_for_work)
 }
 
 /// Makes an allocation of so many bytes in the current context. None: the driver is to make it, or to refuse
 /// it in its own words.
 fn make(area: &Area, asked: u64) -> Option<u64> {
-    discard_freed(area);
     let (device, context) = current()?;
     let abilities = abilities(area, device)?;
-    let bytes = asked.checked_next_multiple_of(GRANULARITY)?;
+    let bytes = rounded(asked)?;
     if abilities & CAN_MAP == 0 || abilities & CAN_EXPORT == 0 || !has_room(bytes) {
         return None;
     }
@@ -227,6 +186,26 @@ fn make(area: &Area, asked: u64) -> Option<u64> {
         return None;
     }
     Some(begin)
+}
+
+/// Bytes of the pieces of an allocation of so many bytes.
+pub fn rounded(asked: u64) -> Option<u64> {
+    asked.checked_next_multiple_of(GRANULARITY)
+}
+
+/// Bytes of the next piece of an allocation that needs so many more.
+pub fn size_of_piece(left: u64) -> u64 {
+    left.min(LARGEST)
+}
+
+/// Lets the peers of a device access an allocation that is whole: who becomes one from now on sees it.
+pub fn grant_peers(area: &Area, device: u32, begin: u64, bytes: u64) {
+    let peers = area.peers.get(device as usize);
+    let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
+    for device in (0..u32::BITS).filter(|peer| peers & (1 << peer) != 0) {
+        // As without this a peer that cannot access it fails where it tries.
+        let _ = grant_range(area, begin, bytes, &access(device, READ_WRITE));
+    }
 }
 
 /// Whether there is room for an allocation of several pieces, of which the first ones could be had.
@@ -254,19 +233,13 @@ impl Wanted {
         }
         grant_range(area, self.begin, self.bytes, &access(self.device, READ_WRITE)).ok()?;
         set_stage(&mut area.memory.take(), self.begin, Stage::Whole);
-        // Whoever is added to them from now on sees the allocation.
-        let peers = area.peers.get(self.device as usize);
-        let peers = peers.map_or(0, |peers| peers.load(Ordering::Acquire));
-        for device in (0..u32::BITS).filter(|peer| peers & (1 << peer) != 0) {
-            // As without this a peer that cannot access it fails where it tries.
-            let _ = grant_range(area, self.begin, self.bytes, &access(device, READ_WRITE));
-        }
+        grant_peers(area, self.device, self.begin, self.bytes);
         Some(())
     }
 
     /// Maps the next piece, and returns its size.
     fn map_next(&self, area: &Area, done: u64) -> Option<u64> {
-        let bytes = (self.bytes - done).min(LARGEST);
+        let bytes = size_of_piece(self.bytes - done);
         let begin = self.begin + done;
         let mut real = 0;
         // SAFETY: the driver's function, with a place for its result.
@@ -338,6 +311,7 @@ pub fn grant_range(area: &Area, begin: u64, bytes: u64, accessor: &Accessor) -> 
 /// Unmaps what is mapped in the range of an allocation that the program does not have, from its end on, and
 /// gives the range back.
 pub fn discard(area: &Area, begin: u64, bytes: u64) -> Status {
+    area.shares.take().forget(begin);
     let end = begin.saturating_add(bytes);
     let last = || area.memory.take().mappings.between(begin, end).last().copied();
     while let Some(mapping) = last() {

@@ -103,12 +103,10 @@ fn end(area: &Area, context: u64) {
         let mut all = table.mappings.all().iter();
         let is_ended = |mapping: &&Mapping| mapping.is_ending && mapping.context == context;
         let is_first = |mapping: &&Mapping| mapping.begin == mapping.allocation;
-        let has_it = |mapping: &&Mapping| mapping.stage != Stage::Partial;
+        let has_it = |mapping: &&Mapping| mapping.stage == Stage::Whole;
         let first = all
             .find(|mapping| is_ended(mapping) && is_first(mapping) && has_it(mapping))?
             .begin;
-        // One that the program has freed while a stream was captured goes as well.
-        set_stage(&mut table, first, Stage::Whole);
         let found = table.allocation(first)?;
         set_stage(&mut table, first, Stage::Partial);
         Some(found)

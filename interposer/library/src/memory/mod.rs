@@ -8,6 +8,7 @@ pub mod captures;
 pub mod contexts;
 pub mod moving;
 pub mod pieces;
+pub mod shared;
 
 use firn_interposer::table::{Access, Host};
 
@@ -59,6 +60,21 @@ fn current() -> Option<(u32, u64)> {
     };
     let device = u32::try_from(device).ok().filter(|_| known)?;
     ((device as usize) < DEVICES).then_some((device, context))
+}
+
+/// Waits for all work of the current context. The driver's own frees do that, and spoil no capture of another
+/// thread, as cuCtxSynchronize would (docs/evidence/gpu-runs.md).
+fn wait_for_work() -> Status {
+    let mut small = 0;
+    // SAFETY: the driver's functions, with a place for its result.
+    unsafe {
+        match driver::cuMemAlloc_v2(&mut small, 1) {
+            driver::SUCCESS => driver::cuMemFree_v2(small),
+            // The device is full.
+            driver::OUT_OF_MEMORY => driver::cuCtxSynchronize(),
+            refused => refused,
+        }
+    }
 }
 
 /// Does something with a context as the current one.

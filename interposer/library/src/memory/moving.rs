@@ -9,7 +9,7 @@ use firn_interposer::abi::PIECES;
 use firn_interposer::table::{Access, Kind, Mapping, Piece};
 use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use super::{access, captures, current, table, within};
+use super::{access, current, table, wait_for_work, within};
 use crate::area::{self, Area, Memory};
 use crate::driver::{self, Accessor, DESCRIPTOR, DEVICE, INVALID_VALUE, Location, Properties};
 use crate::driver::{READ, READ_WRITE, SUCCESS, Status};
@@ -41,15 +41,13 @@ pub fn rehearse() -> Status {
         if !area.gate.is_shut() {
             return NOT_READY;
         }
-        let tried = within(context, || {
-            // SAFETY: it has no arguments.
-            let wait = || unsafe { driver::cuCtxSynchronize() };
-            let waited = captures::unless_capturing(area, wait).unwrap_or(CAPTURING);
-            match (waited, current()) {
-                (SUCCESS, Some((device, _))) => attempt(device).err().unwrap_or(SUCCESS),
-                (SUCCESS, None) => NOT_SUPPORTED,
-                (refused, _) => refused,
-            }
+        if area.is_capturing() {
+            return CAPTURING;
+        }
+        let tried = within(context, || match (wait_for_work(), current()) {
+            (SUCCESS, Some((device, _))) => attempt(device).err().unwrap_or(SUCCESS),
+            (SUCCESS, None) => NOT_SUPPORTED,
+            (refused, _) => refused,
         });
         if tried != SUCCESS {
             return tried;
