@@ -33,6 +33,8 @@ sections! {
         pub pause: Pause = Pause::default(),
         /// Containers with the annotation `firn.dev/nccl`.
         pub nccl: Nccl = Nccl::default(),
+        /// firn's library between programs and NVIDIA's driver.
+        pub cuda: Cuda = Cuda::default(),
     }
 
     /// `[worker]`
@@ -203,6 +205,34 @@ sections! {
         /// MiB that a tmpfs at /dev/shm has at least.
         pub shm_mib: u32 = 1024,
     }
+
+    /// `[cuda]`
+    pub struct Cuda {
+        /// Which new containers with NVIDIA's GPUs have the library. A restored one has it if its checkpoint
+        /// has it.
+        pub interpose: Interpose = Interpose::Annotated,
+        /// Where `libfirn_cuda.so` is. Default: looked for as `libfirn_criu.so` is.
+        pub library: Option<PathBuf> = None,
+    }
+}
+
+/// Which new containers have firn's library between their programs and NVIDIA's driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Interpose {
+    /// None.
+    Never,
+    /// Those whose annotation requests it.
+    Annotated,
+    /// All with NVIDIA's GPUs.
+    Always,
+}
+
+impl Word for Interpose {
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("never", Self::Never),
+        ("annotated", Self::Annotated),
+        ("always", Self::Always),
+    ];
 }
 
 /// What becomes of a hook that would mount GPUs.

@@ -22,13 +22,14 @@ mod toolkit;
 pub const COMMIT: Option<&str> = option_env!("FIRN_COMMIT");
 
 pub use file::{
-    Bulk, Checkpoint, Config, Conversion, Create, Criu, Deadlines, Exec, GpuBusy, Hook, HugePages, Images,
-    InlineCopy, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
+    Bulk, Checkpoint, Config, Conversion, Create, Criu, Cuda, Deadlines, Exec, GpuBusy, Hook, HugePages,
+    Images, InlineCopy, Interpose, JobHooks, Nccl, OpenImageDir, Pause, RemapPolicy, Restore, Tcp, Worker,
 };
 pub use load::{ConfigError, Reading};
 pub use mistake::{Keys, Mistake, MistakeKind};
 pub use programs::{
-    INSTALL_CRIU_PLUGIN, ProgramError, find_criu_plugin, find_program, find_runtime, in_path, search_path,
+    INSTALL_CRIU_PLUGIN, INSTALL_CUDA_LIBRARY, ProgramError, find_criu_plugin, find_cuda_library,
+    find_program, find_runtime, in_path, search_path,
 };
 pub use quantity::parse_quantity;
 pub use toolkit::Toolkit;

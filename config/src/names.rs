@@ -30,6 +30,16 @@ pub const BUNDLE_REFUSED: &str = "firn-gpu-refused.json";
 /// firn's plugin for CRIU.
 pub const CRIU_PLUGIN: &str = "libfirn_criu.so";
 
+/// firn's library between programs and NVIDIA's driver. Its copy in the bundle of a container that has it has
+/// the same name.
+pub const CUDA_LIBRARY: &str = "libfirn_cuda.so";
+
+/// Where a container has that copy.
+pub const CUDA_LIBRARY_INSIDE: &str = "/run/firn-cuda/libfirn_cuda.so";
+
+/// File of an image: the library that the processes of the container have mapped.
+pub const CUDA_LIBRARY_IMAGE: &str = "cuda-library.img";
+
 /// Annotation: which GPU of the source becomes which GPU of this node, `GPU-old=GPU-new,...`.
 pub const ANNOTATION_GPU_MAP: &str = "firn.dev/gpu-map";
 
@@ -86,6 +96,9 @@ pub const ANNOTATION_GPU: &str = "firn.dev/gpu";
 /// Annotation: `sockets` makes the ranks of NCCL in the container talk over TCP, so that they can be
 /// checkpointed.
 pub const ANNOTATION_NCCL: &str = "firn.dev/nccl";
+
+/// Annotation: `interpose` puts [`CUDA_LIBRARY`] between the container's programs and NVIDIA's driver.
+pub const ANNOTATION_CUDA: &str = "firn.dev/cuda";
 
 /// Annotation: `omit` leaves processes out of a checkpoint that are not in the tree of init, `refuse` refuses
 /// it.
@@ -181,7 +194,7 @@ pub const FIRNS: &str = "firn.dev/";
 
 /// firn's annotations that a given spec may have. Whoever writes a spec may set them, as the author of a pod:
 /// they may cost the container its own state and give it nothing.
-pub const ANNOTATIONS_OF_SPECS: [&str; 19] = [
+pub const ANNOTATIONS_OF_SPECS: [&str; 20] = [
     ANNOTATION_GPU_MAP,
     ANNOTATION_REMAP_POLICY,
     ANNOTATION_RESTORE_FROM,
@@ -190,6 +203,7 @@ pub const ANNOTATIONS_OF_SPECS: [&str; 19] = [
     ANNOTATION_IPC,
     ANNOTATION_GPU,
     ANNOTATION_NCCL,
+    ANNOTATION_CUDA,
     ANNOTATION_PEER_ACCESS,
     ANNOTATION_CPU,
     ANNOTATION_EXEC,

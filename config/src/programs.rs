@@ -2,7 +2,7 @@
 
 use firn_host::Problem;
 
-use crate::names::CRIU_PLUGIN;
+use crate::names::{CRIU_PLUGIN, CUDA_LIBRARY};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -52,15 +52,29 @@ pub fn find_criu_plugin(libs_dir: Option<&Path>) -> Option<PathBuf> {
     let theirs = libs_dir
         .map(|dir| dir.join(CRIU_PLUGIN))
         .filter(|plugin| plugin.is_file());
-    theirs
-        .or_else(|| find_program(CRIU_PLUGIN, None).ok())
-        .or_else(packaged_criu_plugin)
+    theirs.or_else(|| find_library(CRIU_PLUGIN))
 }
 
-fn packaged_criu_plugin() -> Option<PathBuf> {
+/// What to do where [`find_cuda_library`] finds none.
+pub const INSTALL_CUDA_LIBRARY: &str = "install firn's libfirn_cuda.so into the shim's directory";
+
+/// firn's library between programs and NVIDIA's driver, if it is installed: the `configured` file, or else
+/// where [`find_criu_plugin`] looks.
+pub fn find_cuda_library(configured: Option<&Path>) -> Option<PathBuf> {
+    match configured {
+        Some(library) => library.is_file().then(|| library.to_owned()),
+        None => find_library(CUDA_LIBRARY),
+    }
+}
+
+fn find_library(name: &str) -> Option<PathBuf> {
+    find_program(name, None).ok().or_else(|| packaged(name))
+}
+
+fn packaged(name: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok()?;
-    let plugin = own.parent()?.parent()?.join("lib/firn").join(CRIU_PLUGIN);
-    plugin.is_file().then_some(plugin)
+    let library = own.parent()?.parent()?.join("lib/firn").join(name);
+    library.is_file().then_some(library)
 }
 
 fn search(

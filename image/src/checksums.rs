@@ -178,7 +178,7 @@ fn stamp(metadata: &std::fs::Metadata) -> Stamp {
     (FileId::of(metadata), metadata.len(), times)
 }
 
-/// Whether CRIU, runc or firn-hook reads a file of this name.
+/// Whether CRIU, runc or a part of firn reads a file of this name.
 fn is_image(name: &str) -> bool {
     name.ends_with(".img") || name == names::RUNC_DESCRIPTORS
 }

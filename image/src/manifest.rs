@@ -186,6 +186,13 @@ impl Manifest {
         !self.processes.is_empty()
     }
 
+    /// Whether the processes have firn's library between them and NVIDIA's driver.
+    pub fn is_interposed(&self) -> bool {
+        self.images
+            .iter()
+            .any(|file| file.name == names::CUDA_LIBRARY_IMAGE)
+    }
+
     /// Whether the images hold nothing of any device, and may be restored with other devices or none.
     pub fn is_device_free(&self) -> bool {
         self.released_gpus.is_some()
@@ -215,6 +222,7 @@ impl Manifest {
                 self.images.iter().any(|file| file.blake3.is_some()),
                 envelope::BLAKE3,
             ),
+            (self.is_interposed(), envelope::INTERPOSED),
         ]
         .into_iter()
         .filter_map(|(is_needed, need)| is_needed.then_some(need))

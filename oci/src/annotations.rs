@@ -6,7 +6,7 @@ use serde_json::Map;
 use crate::Spec;
 
 /// Annotations that have one of these values.
-const VALUES: [(&str, &[&str]); 13] = [
+const VALUES: [(&str, &[&str]); 14] = [
     (names::ANNOTATION_REMAP_POLICY, &["auto", "subset", "strict"]),
     (names::ANNOTATION_RESTORE_FALLBACK, &["cold"]),
     (names::ANNOTATION_RESTORE_RESTARTS, &["again", "cold"]),
@@ -15,6 +15,7 @@ const VALUES: [(&str, &[&str]); 13] = [
     (names::ANNOTATION_CPU, &["any"]),
     (names::ANNOTATION_GPU, &["released-by-hook"]),
     (names::ANNOTATION_NCCL, &["sockets"]),
+    (names::ANNOTATION_CUDA, &["interpose"]),
     (names::ANNOTATION_PAUSE, &["release-gpu"]),
     (
         names::ANNOTATION_GPU_BUSY,

@@ -8,6 +8,7 @@ pub mod amd;
 pub mod annotations;
 pub mod criu_config;
 pub mod criu_script;
+pub mod cuda;
 pub mod dev_repair;
 mod device_class;
 pub mod edit;

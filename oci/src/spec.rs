@@ -143,7 +143,7 @@ impl SpecMount {
 }
 
 impl SpecError {
-    fn malformed(part: &'static str, source: Option<serde_json::Error>) -> Self {
+    pub(crate) fn malformed(part: &'static str, source: Option<serde_json::Error>) -> Self {
         Self::Malformed { part, source }
     }
 }

@@ -262,6 +262,7 @@ def arguments():
     parser.add_argument("--inline-copy", choices=["criu", "firn"], help="who copies the memory of images without a store")
     parser.add_argument("--huge-pages", action="store_true",
                         help="huge pages of the host while the driver copies; not for cases that configure [checkpoint]")
+    parser.add_argument("--interpose", action="store_true", help="all containers have firn's library before the driver's")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all cases together")
     return parser.parse_args()
 
@@ -269,7 +270,10 @@ def arguments():
 def configuration(args):
     """What firn's configuration has whatever a case adds to it, or None."""
     images = {"store": args.store, "bulk": "store" if args.store else None, "inline-copy": args.inline_copy}
-    sections = {"images": images, "checkpoint": {"huge-pages": "while-copying" if args.huge_pages else None}}
+    sections = {
+        "images": images, "checkpoint": {"huge-pages": "while-copying" if args.huge_pages else None},
+        "cuda": {"interpose": "always" if args.interpose else None},
+    }
     text = ""
     for section, values in sections.items():
         lines = [f'{key} = "{value}"\n' for key, value in values.items() if value]

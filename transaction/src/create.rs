@@ -22,6 +22,7 @@ use crate::checkpoint::{self, CheckpointError};
 use crate::configured::configured;
 use crate::container::ContainerTraits;
 use crate::gpu_request;
+use crate::interposer;
 use crate::memory_owner::Chosen;
 use crate::options::RuncOptions;
 use crate::prepared_restore::PreparedRestore;
@@ -271,9 +272,10 @@ impl Attempt<'_> {
         traits.criu = match part {
             // The restore has edited the bundle already.
             Some(part) => Some(part.criu.clone()),
-            None if traits.by_firn() => Some(checkpoint::prepare_bundle(bundle, resolved.spec)?),
+            None if traits.by_firn() => Some(checkpoint::prepare_bundle(bundle, resolved.spec, &traits)?),
             None => None,
         };
+        traits.interposed = traits.by_firn() && interposer::is_in(bundle);
         Ok(PreparedBundle {
             options,
             traits,
@@ -290,6 +292,7 @@ pub fn reopen(bundle: &Path) -> Result<ContainerTraits, PrepareError> {
     let spec = Spec::load(bundle)?;
     let mut traits = traits_of(&spec, spec.requests_gpu());
     if traits.by_firn() {
+        traits.interposed = interposer::is_in(bundle);
         let config = configured();
         traits.criu = Some(CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref()));
     }
@@ -307,6 +310,7 @@ fn traits_of(spec: &Spec, gpu: bool) -> ContainerTraits {
         other_gpus,
         device_free: job_hook::releases_devices(spec),
         private_pids: spec.has_namespace("pid") && spec.namespace_path("pid").is_none(),
+        interposed: false,
         criu: None,
     }
 }

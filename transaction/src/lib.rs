@@ -19,6 +19,7 @@ mod gpu_request;
 pub mod history;
 pub mod huge_pages;
 pub mod image_dir;
+mod interposer;
 pub mod job_hook;
 pub mod journal;
 pub mod killed_criu;

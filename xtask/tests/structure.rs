@@ -83,6 +83,7 @@ const ALLOWED: [(&str, &[&str]); 21] = [
             "oci",
             "store",
             "image",
+            "interposer/client",
             "remap",
             "preflight",
             "process",

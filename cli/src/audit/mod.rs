@@ -51,6 +51,8 @@ struct Process {
     gpu_bytes: Option<u64>,
     /// Bytes of anonymous memory that it has.
     anonymous_bytes: u64,
+    /// Whether it has firn's library between it and NVIDIA's driver, and uses CUDA through it.
+    interposed: bool,
 }
 
 /// Whether a workload can be checkpointed, or a checkpoint be restored.

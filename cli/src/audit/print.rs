@@ -30,7 +30,8 @@ pub(super) fn print(report: &Report, is_verbose: bool) {
             || "GPU memory not reported".to_owned(),
             |b| text::bytes(b) + " of GPU memory",
         );
-        line!("process    {} ({}), {memory}", process.pid, process.comm);
+        let by = if process.interposed { ", interposed" } else { "" };
+        line!("process    {} ({}), {memory}{by}", process.pid, process.comm);
     }
     for gpu in report.gpus.iter().filter(|_| is_verbose) {
         line!("gpu        {gpu}");

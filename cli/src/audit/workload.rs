@@ -11,6 +11,7 @@ use firn_config::{Bulk, Config, Tcp, find_criu_plugin, names};
 use firn_gpu::protocol::ProcessReply;
 use firn_gpu::{GpuUuid, Inventory, SourceGpu};
 use firn_host::{ProblemReport, procfs};
+use firn_interposer_client::Library;
 use firn_oci::criu_config::{users_external_unix, users_link_remap, users_scanned, users_tcp};
 use firn_oci::{Spec, job_hook};
 use firn_preflight::{
@@ -290,12 +291,15 @@ fn report(
     };
     let gpu_bytes = gpu_bytes(&subject, nvidia.as_ref());
     let image_bytes = image_bytes(&subject.tree, gpu_bytes);
+    let bundle = subject.bundle.as_deref();
+    let library = bundle.and_then(|bundle| Library::read(&bundle.join(names::CUDA_LIBRARY)).ok());
     let process = |&pid: &i32| Process {
         pid,
         comm: procfs::comm(pid),
         cuda: nvidia.as_ref().is_some_and(|nvidia| nvidia.cuda.contains(&pid)),
         gpu_bytes: nvidia.as_ref().and_then(|nvidia| nvidia.bytes_of(pid)),
         anonymous_bytes: procfs::anonymous(pid),
+        interposed: library.as_ref().is_some_and(|library| library.is_in(pid)),
     };
     Ok(Report {
         processes: subject.tree.iter().map(process).collect(),

@@ -3,7 +3,10 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-use firn_config::{Config, INSTALL_CRIU_PLUGIN, find_criu_plugin, find_program, in_path, names};
+use firn_config::{
+    Config, Cuda, INSTALL_CRIU_PLUGIN, INSTALL_CUDA_LIBRARY, Interpose, find_criu_plugin, find_cuda_library,
+    find_program, in_path, names,
+};
 use firn_preflight::CriuLimits;
 
 use super::{Check, ONE_RELEASE};
@@ -16,6 +19,7 @@ pub fn checks(config: &Config) -> Vec<Check> {
         criu(&path, config.criu.repaired),
         criu_libs(config.criu.libs_dir.as_deref()),
         criu_plugin(config.criu.libs_dir.as_deref()),
+        cuda_library(&config.cuda),
         iptables(&path),
         own(names::WORKER_PROGRAM, config.worker.path.as_deref(), "--version"),
         own(names::HOOK_PROGRAM, config.hook.path.as_deref(), "--version"),
@@ -96,6 +100,25 @@ fn criu_plugin(libs_dir: Option<&Path>) -> Check {
     }
 }
 
+/// firn's library between programs and NVIDIA's driver.
+fn cuda_library(config: &Cuda) -> Check {
+    const NAME: &str = "cuda library";
+    match (find_cuda_library(config.library.as_deref()), config.interpose) {
+        (Some(library), _) => Check::ok(NAME, library.display().to_string()),
+        (None, Interpose::Never) => Check::ok(NAME, "not installed; no container would get it"),
+        (None, Interpose::Annotated) => Check::warn(
+            NAME,
+            "libfirn_cuda.so is missing: no container with firn.dev/cuda=interpose is created",
+            INSTALL_CUDA_LIBRARY,
+        ),
+        (None, Interpose::Always) => Check::fail(
+            NAME,
+            "libfirn_cuda.so is missing: no container with NVIDIA's GPUs is created",
+            INSTALL_CUDA_LIBRARY,
+        ),
+    }
+}
+
 /// The plugin directory that the configuration names.
 fn criu_libs(dir: Option<&Path>) -> Check {
     const NAME: &str = "criu libs";
@@ -168,6 +191,24 @@ fn own(name: &'static str, configured: Option<&Path>, option: &str) -> Check {
 mod tests {
     use super::super::Status;
     use super::*;
+
+    #[test]
+    fn a_missing_library_matters_as_far_as_containers_are_to_have_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let library = dir.path().join(names::CUDA_LIBRARY);
+        let status = |interpose: Interpose| {
+            let config = Cuda {
+                interpose,
+                library: Some(library.clone()),
+            };
+            cuda_library(&config).status
+        };
+        assert_eq!(status(Interpose::Never), Status::Ok);
+        assert_eq!(status(Interpose::Annotated), Status::Warn);
+        assert_eq!(status(Interpose::Always), Status::Fail);
+        std::fs::write(&library, "").unwrap();
+        assert_eq!(status(Interpose::Always), Status::Ok);
+    }
 
     #[test]
     fn a_plugin_directory_with_the_cuda_plugin_fails() {

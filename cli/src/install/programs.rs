@@ -12,8 +12,9 @@ use super::error::InstallError;
 use super::{Change, ChangedFile};
 
 /// In the order in which they are replaced: the shim runs the ones before it, and `firn` is the last.
-pub const PROGRAMS: [&str; 6] = [
+pub const PROGRAMS: [&str; 7] = [
     names::CRIU_PLUGIN,
+    names::CUDA_LIBRARY,
     names::WORKER_PROGRAM,
     names::HOOK_PROGRAM,
     names::RUNC_PROGRAM,
@@ -176,20 +177,20 @@ mod tests {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let bin = to.path().join("usr/local/bin");
         let done = release(from.path(), "1").install(&bin, true).unwrap();
-        assert_eq!(changes(&done), [Change::Added; 6]);
+        assert_eq!(changes(&done), [Change::Added; 7]);
         assert!(!bin.exists(), "a dry run made something");
         release(from.path(), "1").install(&bin, false).unwrap();
         let again = release(from.path(), "1").install(&bin, false).unwrap();
-        assert_eq!(changes(&again), [Change::Unchanged; 6]);
+        assert_eq!(changes(&again), [Change::Unchanged; 7]);
         fs::set_permissions(bin.join("firn-gpu"), fs::Permissions::from_mode(0o644)).unwrap();
         fs::write(bin.join("other"), "").unwrap();
         let second = release(from.path(), "1").install(&bin, false).unwrap();
-        assert_eq!(second[1].change, Change::Replaced);
+        assert_eq!(second[2].change, Change::Replaced);
         let upgraded = release(from.path(), "2").install(&bin, false).unwrap();
-        assert_eq!(changes(&upgraded), [Change::Replaced; 6]);
+        assert_eq!(changes(&upgraded), [Change::Replaced; 7]);
         assert_eq!(fs::read_to_string(bin.join("firn")).unwrap(), "firn 2");
-        assert_eq!(remove(&bin, true).unwrap().len(), 6);
-        assert_eq!(remove(&bin, false).unwrap().len(), 6);
+        assert_eq!(remove(&bin, true).unwrap().len(), 7);
+        assert_eq!(remove(&bin, false).unwrap().len(), 7);
         assert_eq!(names(&bin), ["other"]);
         assert!(remove(&bin, false).unwrap().is_empty());
     }
@@ -205,7 +206,7 @@ mod tests {
         assert!(matches!(failed, Err(InstallError::Io { .. })), "{failed:?}");
         assert_eq!(fs::read_to_string(bin.join("firn-gpu")).unwrap(), "firn-gpu 1");
         fs::remove_dir(bin.join(".firn.new")).unwrap();
-        assert_eq!(names(bin).len(), 6, "{:?}", names(bin));
+        assert_eq!(names(bin).len(), 7, "{:?}", names(bin));
         fs::remove_file(from.path().join("firn-hook")).unwrap();
         let missing = Release::open(from.path());
         assert!(matches!(

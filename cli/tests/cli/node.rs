@@ -75,6 +75,7 @@ impl Node {
             ),
         );
         node.program("libfirn_criu.so", "");
+        node.program("libfirn_cuda.so", "");
         node.program(
             "firn-hook",
             &format!("echo firn-hook {}", env!("CARGO_PKG_VERSION")),

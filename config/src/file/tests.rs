@@ -20,6 +20,7 @@ const ALL: Keys = Keys(&[
     "images",
     "pause",
     "nccl",
+    "cuda",
 ]);
 
 fn reading(text: &str) -> Reading {
@@ -257,6 +258,7 @@ fn the_shipped_containerd_files_are_toml_and_name_the_shim() {
             names::ANNOTATION_IPC,
             names::ANNOTATION_GPU,
             names::ANNOTATION_NCCL,
+            names::ANNOTATION_CUDA,
             names::ANNOTATION_PEER_ACCESS,
             names::ANNOTATION_CPU,
             names::ANNOTATION_EXEC,

@@ -30,8 +30,11 @@ pub(super) const STORED: &str = "stored-memory";
 /// Large files have a BLAKE3.
 pub(super) const BLAKE3: &str = "blake3";
 
+/// The processes have firn's library mapped, which is in the image.
+pub(super) const INTERPOSED: &str = "interposed";
+
 /// Capabilities of this firn that an image may need.
-const KNOWN_NEEDS: [&str; 5] = [NVIDIA, INHERITED, DEVICE_FREE, STORED, BLAKE3];
+const KNOWN_NEEDS: [&str; 6] = [NVIDIA, INHERITED, DEVICE_FREE, STORED, BLAKE3, INTERPOSED];
 
 const MAX_NEEDS: usize = 32;
 /// Longest name of a need.

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use containerd_shim_protos::api::{CloseIORequest, Empty, ExecProcessRequest, ResizePtyRequest};
 use containerd_shim_protos::events::task::TaskExecAdded;
+use firn_oci::cuda;
+use serde_json::{Map, Value, json};
 
 use super::state::find;
 use super::{Service, TaskError};
@@ -18,7 +20,8 @@ pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) ->
     }
     container.admit(Action::Exec)?;
     let spec = request.spec.into_option().unwrap_or_default().value;
-    let spec = with_terminal(&spec, request.terminal).map_err(TaskError::ExecSpec)?;
+    let interposed = container.traits.interposed;
+    let spec = edited(&spec, request.terminal, interposed).map_err(TaskError::ExecSpec)?;
     let stdio = StdioPaths {
         stdin: request.stdin,
         stdout: request.stdout,
@@ -36,11 +39,22 @@ pub(super) async fn exec(service: &Arc<Service>, request: ExecProcessRequest) ->
     Ok(Empty::default())
 }
 
-/// The OCI process with the request's word on whether it has a terminal. What firn does not know of it stays.
-fn with_terminal(spec: &[u8], terminal: bool) -> Result<Vec<u8>, serde_json::Error> {
-    let mut spec: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(spec)?;
+/// The OCI process with the request's word on whether it has a terminal, and firn's library if the container
+/// has it. What firn does not know of it stays.
+fn edited(spec: &[u8], terminal: bool, interposed: bool) -> Result<Vec<u8>, serde_json::Error> {
+    let mut spec: Map<String, Value> = serde_json::from_slice(spec)?;
     if terminal || spec.contains_key("terminal") {
         spec.insert("terminal".to_owned(), terminal.into());
+    }
+    if interposed {
+        let variables = spec.entry("env").or_insert(Value::Null);
+        if variables.is_null() {
+            *variables = json!([]);
+        }
+        // What is no list is the runtime's to report.
+        if let Value::Array(variables) = variables {
+            cuda::preload(variables);
+        }
     }
     serde_json::to_vec(&spec)
 }
@@ -75,4 +89,26 @@ pub(super) async fn close_io(service: &Arc<Service>, request: CloseIORequest) ->
     })?;
     process.close_stdin();
     Ok(Empty::default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_of_interposed_containers_load_the_library() {
+        let variables = |spec: Value, interposed: bool| {
+            let edited = edited(spec.to_string().as_bytes(), false, interposed).unwrap();
+            let edited: Value = serde_json::from_slice(&edited).unwrap();
+            edited.get("env").cloned()
+        };
+        let ours = "LD_PRELOAD=/run/firn-cuda/libfirn_cuda.so";
+        let spec = json!({"args": ["sh"], "env": ["A=1"]});
+        assert_eq!(variables(spec.clone(), true), Some(json!(["A=1", ours])));
+        assert_eq!(variables(spec, false), Some(json!(["A=1"])));
+        assert_eq!(variables(json!({"args": ["sh"]}), true), Some(json!([ours])));
+        assert_eq!(variables(json!({"args": ["sh"]}), false), None);
+        assert_eq!(variables(json!({"env": null}), true), Some(json!([ours])));
+        assert_eq!(variables(json!({"env": 7}), true), Some(json!(7)));
+    }
 }

@@ -31,6 +31,7 @@ pub(super) const PLAIN: ContainerTraits = ContainerTraits {
     other_gpus: false,
     device_free: false,
     private_pids: true,
+    interposed: false,
     criu: None,
 };
 

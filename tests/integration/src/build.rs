@@ -1,7 +1,7 @@
 //! The programs and libraries under test, built by cargo.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,14 +42,18 @@ const DIR_ENV: &str = "FIRN_BUILT_DIR";
 const SHIM: &str = "containerd-shim-firn-v2";
 
 /// What a release has, by file names.
-pub const PROGRAMS: [&str; 6] = [
+pub const PROGRAMS: [&str; 7] = [
     SHIM,
     "firn",
     "firn-gpu",
     "firn-hook",
     "firn-runc",
     "libfirn_criu.so",
+    CUDA_LIBRARY,
 ];
+
+/// What stands between programs and libcuda: a workspace of its own.
+const CUDA_LIBRARY: &str = "libfirn_cuda.so";
 
 /// What else nodes of tests have.
 const OF_TESTS: [&str; 11] = [
@@ -143,8 +147,10 @@ impl Built {
                 }
             }
         };
+        let dir = target.join(name);
+        put_cuda_library(voice, &target, &dir)?;
         Ok(Self {
-            dir: target.join(name),
+            dir,
             shim: shim.join(name).join(SHIM),
             kept: BTreeMap::new(),
         })
@@ -184,15 +190,42 @@ impl Built {
     }
 }
 
-/// Runs `cargo build` with these arguments. Releases are compiled by rustc, whatever has compiled the tests.
+/// Builds libfirn_cuda.so, as a release has it, below the target directory. Returns the file.
+pub fn build_cuda_library(target: &Path) -> Result<PathBuf> {
+    cuda_library(Voice::Cargo, target)
+}
+
+fn cuda_library(voice: Voice, target: &Path) -> Result<PathBuf> {
+    let target = target.join("interposer");
+    let dir = target.to_str().context("the target directory is no text")?;
+    let arguments = ["--release", "--locked", "--target-dir", dir];
+    cargo_of("interposer/library/Cargo.toml", voice, &arguments)?;
+    Ok(target.join("release").join(CUDA_LIBRARY))
+}
+
+/// Builds it and puts it next to the programs. Other programs may have it open there.
+fn put_cuda_library(voice: Voice, target: &Path, dir: &Path) -> Result<()> {
+    let built = cuda_library(voice, target)?;
+    let copy = tempfile::NamedTempFile::new_in(dir).context("make a file next to the programs")?;
+    fs::copy(&built, copy.path()).with_context(|| format!("copy {}", built.display()))?;
+    copy.persist(dir.join(CUDA_LIBRARY)).context("name the copy")?;
+    Ok(())
+}
+
+/// Runs `cargo build` with these arguments.
 fn cargo(voice: Voice, arguments: &[&str]) -> Result<()> {
+    cargo_of("Cargo.toml", voice, arguments)
+}
+
+/// The same in the workspace of this file. Releases are compiled by rustc, whatever has compiled the tests.
+fn cargo_of(manifest: &str, voice: Voice, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(env!("CARGO"));
     if arguments.contains(&"--release") {
         command.env_remove("RUSTC_WORKSPACE_WRAPPER");
     }
     command
         .args(["build", "--manifest-path"])
-        .arg(workspace().join("Cargo.toml"))
+        .arg(workspace().join(manifest))
         .args(arguments);
     if voice == Voice::Quiet {
         command.arg("--quiet");

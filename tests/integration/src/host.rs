@@ -160,6 +160,7 @@ impl GpuHost {
             "firn",
             "firn-runc",
             "libfirn_criu.so",
+            "libfirn_cuda.so",
             "simgpu",
             "cuda-step",
             "stall-fs",

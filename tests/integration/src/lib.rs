@@ -30,7 +30,7 @@ mod task;
 mod tier;
 
 pub use archive::Archive;
-pub use build::{Built, PROGRAMS, Profile};
+pub use build::{Built, PROGRAMS, Profile, build_cuda_library};
 pub use census::{Census, ShimUse};
 pub use claims::{Claims, Outcome, saw_object};
 pub use client::{COUNT, Client, DAY, START, numbers};

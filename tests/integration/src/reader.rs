@@ -12,12 +12,13 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 /// Capabilities that this reader has.
-const NEEDS: [&str; 5] = [
+const NEEDS: [&str; 6] = [
     "nvidia",
     "device-free",
     "inherited-gpus",
     "stored-memory",
     "blake3",
+    "interposed",
 ];
 
 /// Files from this size on have another checksum.
@@ -64,6 +65,12 @@ fn envelope(text: &str) -> Result<Value> {
             list(&body["images"])?
                 .iter()
                 .any(|image| !image["blake3"].is_null()),
+        ),
+        (
+            "interposed",
+            list(&body["images"])?
+                .iter()
+                .any(|image| image["name"] == "cuda-library.img"),
         ),
     ] {
         ensure!(needs.contains(&need) == is_there, "need {need} with {body}");

@@ -20,6 +20,7 @@ mod guide;
 mod history;
 mod image_privileges;
 mod install;
+mod interposed;
 mod job_hooks;
 mod killed_restores;
 mod leaks;
@@ -74,6 +75,7 @@ fn main() -> ExitCode {
         ("history", history::suite()),
         ("image_privileges", image_privileges::suite()),
         ("install", install::suite()),
+        ("interposed", interposed::suite()),
         ("job_hooks", job_hooks::suite()),
         ("killed_restores", killed_restores::suite()),
         ("leaks", leaks::suite()),

@@ -20,6 +20,7 @@ use super::phases::Failure;
 use crate::container::Container;
 use crate::driver::WorkerError;
 use crate::image_dir::{ImageDirError, is_containerds};
+use crate::interposer::InterposeError;
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::layer::LayerError;
@@ -112,6 +113,8 @@ pub enum EffectError {
     Layer(#[from] LayerError),
     #[error(transparent)]
     PodShm(#[from] PodShmError),
+    #[error(transparent)]
+    Interpose(#[from] InterposeError),
     #[error("another container of its pod cannot be checkpointed")]
     #[problem(
         "FIRN-POD",
@@ -384,6 +387,8 @@ pub enum CheckpointError {
     Spec(#[from] firn_oci::SpecError),
     #[error("{}", line(format_args!("cannot prepare the container for ranks of NCCL"), .0))]
     Nccl(#[from] firn_oci::nccl::NcclError),
+    #[error("{}", line(format_args!("cannot give the container firn's library"), .0))]
+    Interpose(#[from] InterposeError),
     #[error("cannot edit the container's spec")]
     Edit(#[from] firn_oci::edit::EditError),
     #[error("FIRN-CRIU-CONFIG: cannot prepare CRIU's configuration. hint: {}", .0.hint())]
@@ -535,7 +540,8 @@ impl CheckpointError {
     /// What kind of failure it is, for the caller's own codes.
     pub fn kind(&self) -> FailureKind {
         match self {
-            Self::Refused { .. } | Self::Config(_) | Self::Program(_) | Self::Criu(_) => FailureKind::Refused,
+            Self::Refused { .. } | Self::Config(_) | Self::Program(_) => FailureKind::Refused,
+            Self::Criu(_) | Self::Interpose(_) => FailureKind::Refused,
             Self::Nccl(_) => FailureKind::Invalid,
             Self::Suspended { suspended, .. } if is_final(suspended) => FailureKind::Lost,
             Self::RolledBack { .. } | Self::Ended { .. } | Self::Suspended { .. } => FailureKind::Aborted,

@@ -37,8 +37,9 @@ use firn_process::panics::caught;
 use firn_process::reaper::Reaper;
 
 use crate::configured::configured;
-use crate::container::Container;
+use crate::container::{Container, ContainerTraits};
 use crate::image_dir::{ImageDir, ImageDirError};
+use crate::interposer;
 use crate::journal;
 use crate::look::{self, Checked};
 use crate::meeting::Meeting;
@@ -123,12 +124,18 @@ impl Request {
 }
 
 /// Edits the bundle of a new GPU container so that its dump will work: CRIU without its CUDA plugin and, if
-/// the container requests it, NCCL ranks that share no GPU memory. Returns CRIU's configuration.
-pub(crate) fn prepare_bundle(bundle: &Path, mut spec: Spec) -> Result<CriuConfig, CheckpointError> {
+/// the container requests it, NCCL ranks that share no GPU memory. With NVIDIA's GPUs it may get firn's
+/// library. Returns CRIU's configuration.
+pub(crate) fn prepare_bundle(
+    bundle: &Path,
+    mut spec: Spec,
+    traits: &ContainerTraits,
+) -> Result<CriuConfig, CheckpointError> {
     let config = configured();
     let criu = CriuConfig::new(&spec, bundle, config.criu.libs_dir.as_deref());
     criu.write(Operation::Dump)?;
     nccl::over_sockets(&mut spec, u64::from(config.nccl.shm_mib) << 20)?;
+    interposer::add(&mut spec, bundle, traits.has_nvidia(), &config.cuda)?;
     if firn_oci::drop_mounting_hooks(&mut spec)? > 0 {
         log::info!("the hook disable-device-node-modification is removed: CRIU cannot dump what it mounts");
     }

@@ -412,6 +412,8 @@ pub struct ContainerTraits {
     pub private_pids: bool,
     /// Whether its job lets go of every device before a checkpoint, which then holds nothing of any.
     pub device_free: bool,
+    /// Whether its programs have firn's library between them and NVIDIA's driver.
+    pub interposed: bool,
     /// CRIU's configuration for a container whose checkpoints are firn's own.
     pub criu: Option<CriuConfig>,
 }

@@ -16,6 +16,7 @@ use firn_process::tracer::TraceError;
 use super::compare::Differs;
 use super::named::NameError;
 use crate::driver::WorkerError;
+use crate::interposer::InterposeError;
 use crate::job_hook::HookError;
 use crate::journal::JournalError;
 use crate::look::LookError;
@@ -61,6 +62,8 @@ pub enum Refusal {
     Unfit(#[from] firn_preflight::Unfit),
     #[error("cannot read the node's GPUs")]
     Gpu(#[from] WorkerError),
+    #[error(transparent)]
+    Interpose(#[from] InterposeError),
     #[error(transparent)]
     Decide(#[from] firn_remap::AssignmentError),
     #[error("cannot find out which GPUs the container may use")]

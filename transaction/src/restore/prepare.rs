@@ -34,6 +34,7 @@ use super::place::{in_use, is_own};
 use crate::configured::configured;
 use crate::driver::{Driver, WorkerError};
 use crate::gpu_request::ResolvedSpec;
+use crate::interposer;
 use crate::job_hook::{self, HookError, address};
 use crate::lease;
 use crate::look;
@@ -223,6 +224,18 @@ impl Preparation<'_> {
         Ok(Some(stored))
     }
 
+    /// Gives the container the library that the processes of the image have mapped, if they have one.
+    async fn give_library(self, spec: &mut Spec, manifest: &Manifest) -> Result<(), Refusal> {
+        if !manifest.is_interposed() {
+            return Ok(interposer::remove(spec, self.bundle)?);
+        }
+        let limit = configured().deadlines.verify;
+        let (image, bundle) = (self.image.to_owned(), self.bundle.to_owned());
+        let unpacked = stoppable(limit, self.cancel, move |_| interposer::unpack(&image, &bundle));
+        unpacked.await.map_err(|left| left_image(left, limit))??;
+        Ok(interposer::add_restored(spec, self.bundle)?)
+    }
+
     /// The node's GPUs. With `may_lack_driver` a node whose driver cannot be asked has none.
     async fn inventory(
         self,
@@ -280,6 +293,7 @@ impl Preparation<'_> {
         hook: &Path,
         limit: Duration,
     ) -> Result<(), Refusal> {
+        self.give_library(spec, manifest).await?;
         let empty = self.bundle.join(names::BUNDLE_EMPTY);
         let mounts = spec.value()["mounts"].clone();
         let resolve = async |dirs: Vec<String>| {

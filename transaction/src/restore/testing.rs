@@ -37,6 +37,7 @@ pub(super) fn container(id: &str, bundle: &Path, runtime: &str, reaper: &Reaper)
         device_free: false,
         criu: None,
         private_pids: true,
+        interposed: false,
     };
     Container::new(id, bundle.to_owned(), runc, options, init, traits, None)
 }

@@ -11,7 +11,8 @@ use firn_lab::PROGRAMS;
 use super::arch::Arch;
 use super::{check, copy_into, output};
 
-const PLUGIN: &str = "libfirn_criu.so";
+/// What CRIU and containers load.
+const LIBRARIES: [&str; 2] = ["libfirn_criu.so", "libfirn_cuda.so"];
 /// Scripts that dpkg runs, in config/debian.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
 /// Those of the CDI file are started by the package, the others by the operator.
@@ -52,9 +53,13 @@ pub(super) fn build(workspace: &Path, programs: &Path, out: &Path, arch: Arch) -
 
 fn files(workspace: &Path, programs: &Path, root: &Path) -> Result<()> {
     let bin = make(root, "usr/bin")?;
-    let plugins = make(root, "usr/lib/firn")?;
+    let libraries = make(root, "usr/lib/firn")?;
     for name in PROGRAMS {
-        let dir = if name == PLUGIN { &plugins } else { &bin };
+        let dir = if LIBRARIES.contains(&name) {
+            &libraries
+        } else {
+            &bin
+        };
         mode(&copy_into(&programs.join(name), dir)?, 0o755)?;
     }
     let config = workspace.join("config");

@@ -21,6 +21,8 @@ const DYNAMIC: [&str; 5] = [
     "firn-criu-plugin",
 ];
 const PLUGIN: &str = "libfirn_criu.so";
+/// A workspace of its own.
+const CUDA_LIBRARY: &str = "libfirn_cuda.so";
 const RUNC: &str = "firn-runc";
 const SHIM: &str = "containerd-shim-firn-v2";
 
@@ -186,14 +188,45 @@ fn build_programs(sources: Sources<'_>, release: &Path, arch: Arch) -> Result<()
     let fixed = build(sources, arch, Libc::Musl, &["firn-shim"])?;
     copy_into(&fixed.join(SHIM), release)?;
     let built = build(sources, arch, Libc::Gnu, &DYNAMIC)?;
-    for name in PROGRAMS.into_iter().filter(|name| *name != SHIM) {
+    let elsewhere = [SHIM, CUDA_LIBRARY];
+    for name in PROGRAMS.into_iter().filter(|name| !elsewhere.contains(name)) {
         copy_into(&built.join(name), release)?;
     }
+    copy_into(&build_cuda_library(sources, arch)?, release)?;
     Ok(())
 }
 
 /// Builds the packages and returns the directory with their programs.
 fn build(sources: Sources<'_>, arch: Arch, libc: Libc, packages: &[&str]) -> Result<PathBuf> {
+    let mut cargo = cargo_build(sources, arch, libc, &[])?;
+    cargo.args(packages.iter().flat_map(|package| ["--package", package]));
+    check(&mut cargo)?;
+    let target = sources.dir.join("target").join(arch.target(libc));
+    Ok(target.join("release"))
+}
+
+/// Builds the library that stands between programs and libcuda. Returns the file.
+fn build_cuda_library(sources: Sources<'_>, arch: Arch) -> Result<PathBuf> {
+    // Atomics of Arm's first processors come from a library, which asks the C library which one it is.
+    let flags: &[&str] = match arch {
+        Arch::X86 => &[],
+        Arch::Arm => &["-Ctarget-feature=-outline-atomics"],
+    };
+    let mut cargo = cargo_build(sources, arch, Libc::Gnu, flags)?;
+    let target = sources.dir.join("target/interposer");
+    let manifest = sources.dir.join("interposer/library/Cargo.toml");
+    cargo
+        .arg("--manifest-path")
+        .arg(manifest)
+        .arg("--target-dir")
+        .arg(&target);
+    check(&mut cargo)?;
+    let built = target.join(arch.target(Libc::Gnu)).join("release");
+    Ok(built.join(CUDA_LIBRARY))
+}
+
+/// `cargo build` of a release, with more flags for the compiler.
+fn cargo_build(sources: Sources<'_>, arch: Arch, libc: Libc, flags: &[&str]) -> Result<Command> {
     let workspace = sources.dir;
     arch.add_target(libc, workspace)?;
     let target = arch.target(libc);
@@ -201,8 +234,10 @@ fn build(sources: Sources<'_>, arch: Arch, libc: Libc, packages: &[&str]) -> Res
     let home = home.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
     let home = home.context("find cargo's directory")?;
     // Where sources lie stands in messages of panics.
-    let flags = [(home.as_path(), "/cargo"), (workspace, "/firn")]
+    let mapped = [(home.as_path(), "/cargo"), (workspace, "/firn")]
         .map(|(from, to)| format!("\"--remap-path-prefix={}={to}\"", from.display()));
+    let flags = flags.iter().map(|flag| format!("\"{flag}\""));
+    let flags: Vec<String> = mapped.into_iter().chain(flags).collect();
     let flags = format!("target.{target}.rustflags=[{}]", flags.join(","));
     let mut cargo = arch.cargo(libc);
     cargo.args([
@@ -214,22 +249,21 @@ fn build(sources: Sources<'_>, arch: Arch, libc: Libc, packages: &[&str]) -> Res
         "--config",
         &flags,
     ]);
-    cargo.args(packages.iter().flat_map(|package| ["--package", package]));
     cargo
         .env_remove("FIRN_COMMIT")
         .envs(sources.commit.map(|commit| ("FIRN_COMMIT", commit)));
-    check(cargo.current_dir(workspace).env_remove("CARGO_TARGET_DIR"))?;
-    Ok(workspace.join("target").join(target).join("release"))
+    cargo.current_dir(workspace).env_remove("CARGO_TARGET_DIR");
+    Ok(cargo)
 }
 
-/// Starts every program, on qemu where this machine is another one. The plugin is a library.
+/// Starts every program, on qemu where this machine is another one.
 fn start(programs: &Path, arch: Arch) -> Result<()> {
     let version = env!("CARGO_PKG_VERSION");
     for name in PROGRAMS {
         let program = programs.join(name);
         arch.check(&program)?;
         let (option, expected) = match name {
-            PLUGIN => continue,
+            PLUGIN | CUDA_LIBRARY => continue,
             SHIM => ("-v", version),
             // It becomes runc, and there is none in this PATH.
             RUNC => ("--version", "FIRN-RUNC-MISSING"),

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, ensure};
+use firn_lab::build_cuda_library;
 
 use super::{check, check_size, copy_into, debs, elf, install_missing, list, mib, output, write_out};
 use crate::tools::{cargo, in_path};
@@ -184,6 +185,7 @@ fn programs(workspace: &Path, stage: &Path) -> anyhow::Result<()> {
     for name in programs.into_iter().chain(WORKLOADS) {
         copy_into(&built.join(name), &bin)?;
     }
+    copy_into(&build_cuda_library(&workspace.join("target"))?, &bin)?;
     Ok(())
 }
 

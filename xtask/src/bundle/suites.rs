@@ -48,11 +48,12 @@ const LEFT_OUT: [&str; 26] = [
     "./var/lib/apt/lists/*",
 ];
 
-const PROGRAMS: [&str; 15] = [
+const PROGRAMS: [&str; 16] = [
     "firn-gpu",
     "firn-hook",
     "firn-runc",
     "libfirn_criu.so",
+    "libfirn_cuda.so",
     "firn",
     "simgpu",
     "cuda-step",

@@ -190,6 +190,15 @@ const BREAKS: &[Break] = &[
         back!("/usr/local/bin/libfirn_criu.so"),
     ),
     by(
+        warn(
+            "cuda library",
+            "libfirn_cuda.so is missing",
+            "install firn's libfirn_cuda.so",
+        ),
+        away!("/usr/local/bin/libfirn_cuda.so"),
+        back!("/usr/local/bin/libfirn_cuda.so"),
+    ),
+    by(
         fail("runc", "no runc in PATH", "`apt install runc`"),
         away!("/usr/sbin/runc"),
         back!("/usr/sbin/runc"),

@@ -107,6 +107,11 @@ const PAGES: &[Story] = &[
         replace: &[],
     },
     Story {
+        path: "docs/guide/interposer.md",
+        steps: &[A(1), Do(a_counts)],
+        replace: &[("IMAGE job COMMAND", "IMAGE job COMMAND; sleep 1")],
+    },
+    Story {
         path: "docs/guide/job-hooks.md",
         steps: &[Left(1, "needs Python; the suite job_hooks calls by signal")],
         replace: &[],

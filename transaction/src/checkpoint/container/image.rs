@@ -114,6 +114,7 @@ impl Dump for ContainerEffects<'_> {
             let kept = transaction.cancel().unless_stopped(kept).await;
             kept.ok_or_else(|| EffectError::stopped(transaction.cancel()))??;
         }
+        self.keep_library().await?;
         self.log_saved(self.progress.copied.memory.as_ref());
         Ok(())
     }

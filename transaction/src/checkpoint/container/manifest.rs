@@ -10,7 +10,7 @@ use super::ContainerEffects;
 use crate::checkpoint::dump::{bounded, describe};
 use crate::checkpoint::error::EffectError;
 use crate::parked::Parked;
-use crate::{look, recording};
+use crate::{interposer, look, recording};
 
 impl ContainerEffects<'_> {
     /// The processes for the manifest.
@@ -80,6 +80,20 @@ impl ContainerEffects<'_> {
             ..gpu
         };
         gpus.into_iter().map(used).collect()
+    }
+
+    /// The image gets the library that the processes have mapped.
+    pub(super) async fn keep_library(&self) -> Result<(), EffectError> {
+        if !self.transaction.container.traits.interposed {
+            return Ok(());
+        }
+        let (bundle, image) = (
+            self.transaction.container.bundle.clone(),
+            self.request.image.inside(),
+        );
+        let (what, limit) = ("keep firn's library", self.transaction.config.deadlines.criu_dump);
+        let pack = move || interposer::pack(&bundle, &image);
+        Ok(bounded(what, limit, self.transaction.cancel(), pack).await??)
     }
 
     /// The checksums of the image.

@@ -32,6 +32,7 @@ fn container(bundle: &Path, reaper: &Reaper) -> Container {
         criu: None,
         backend: Backend::None,
         private_pids: true,
+        interposed: false,
     };
     Container::new("job", bundle.to_owned(), runc, options, init, traits, None)
 }
