@@ -168,12 +168,15 @@ fn make(area: &Area, asked: u64) -> Option<u64> {
     let mut begin = 0;
     // SAFETY: the driver's function, with a place for its result.
     check(unsafe { driver::cuMemAddressReserve(&mut begin, bytes, 0, 0, 0) })?;
-    let wanted = Wanted {
+    let range = Range {
         begin,
         bytes,
         asked,
         context,
         device,
+    };
+    let wanted = Wanted {
+        range,
         kind: Kind {
             location: DEVICE,
             id: device,
@@ -191,11 +194,6 @@ fn make(area: &Area, asked: u64) -> Option<u64> {
 /// Bytes of the pieces of an allocation of so many bytes.
 pub fn rounded(asked: u64) -> Option<u64> {
     asked.checked_next_multiple_of(GRANULARITY)
-}
-
-/// Bytes of the next piece of an allocation that needs so many more.
-pub fn size_of_piece(left: u64) -> u64 {
-    left.min(LARGEST)
 }
 
 /// Lets the peers of a device access an allocation that is whole: who becomes one from now on sees it.
@@ -216,58 +214,76 @@ fn has_room(bytes: u64) -> bool {
 }
 
 struct Wanted {
-    begin: u64,
-    bytes: u64,
-    asked: u64,
-    context: u64,
-    device: u32,
+    range: Range,
     kind: Kind,
 }
 
 impl Wanted {
     /// Maps pieces into the whole range. None: it cannot be. What is there by then is in the table.
     fn fill(&self, area: &Area) -> Option<()> {
+        let Range {
+            begin, bytes, device, ..
+        } = self.range;
         let mut done = 0;
-        while done < self.bytes {
+        while done < bytes {
             done += self.map_next(area, done)?;
         }
-        grant_range(area, self.begin, self.bytes, &access(self.device, READ_WRITE)).ok()?;
-        set_stage(&mut area.memory.take(), self.begin, Stage::Whole);
-        grant_peers(area, self.device, self.begin, self.bytes);
+        grant_range(area, begin, bytes, &access(device, READ_WRITE)).ok()?;
+        set_stage(&mut area.memory.take(), begin, Stage::Whole);
+        grant_peers(area, device, begin, bytes);
         Some(())
     }
 
     /// Maps the next piece, and returns its size.
     fn map_next(&self, area: &Area, done: u64) -> Option<u64> {
-        let bytes = size_of_piece(self.bytes - done);
-        let begin = self.begin + done;
+        let (bytes, kind) = (self.range.next(done), self.kind);
         let mut real = 0;
         // SAFETY: the driver's function, with a place for its result.
-        check(unsafe { driver::cuMemCreate(&mut real, bytes, &Properties::of(self.kind, DESCRIPTOR), 0) })?;
-        // SAFETY: the range is reserved, and nothing is mapped there.
-        let mapped = check(unsafe { driver::cuMemMap(begin, bytes, 0, real, 0) });
-        if mapped.is_some() && self.add(&mut area.memory.take(), real, done, bytes).is_ok() {
-            return Some(bytes);
-        }
-        // SAFETY: it was made and mapped above, and nobody has it.
-        unsafe {
-            if mapped.is_some() {
-                driver::cuMemUnmap(begin, bytes);
-            }
-            driver::cuMemRelease(real);
-        }
-        None
-    }
-
-    fn add(&self, table: &mut Memory, real: u64, done: u64, bytes: u64) -> Result<(), Refused> {
-        let known = table.fresh(real);
+        check(unsafe { driver::cuMemCreate(&mut real, bytes, &Properties::of(kind, DESCRIPTOR), 0) })?;
         let piece = Piece {
-            known,
             real,
-            bytes,
-            kind: self.kind,
+            kind,
             ..Piece::default()
         };
+        self.range.map(area, done, piece).ok()
+    }
+}
+
+/// Addresses that an allocation is to have: its pieces are mapped there side by side.
+pub struct Range {
+    pub begin: u64,
+    pub bytes: u64,
+    pub asked: u64,
+    pub context: u64,
+    pub device: u32,
+}
+
+impl Range {
+    /// Bytes of the next piece where so many are done.
+    fn next(&self, done: u64) -> u64 {
+        (self.bytes - done).min(LARGEST)
+    }
+
+    /// Maps a piece of the driver's behind what is done, or releases it. Returns its size.
+    pub fn map(&self, area: &Area, done: u64, piece: Piece) -> Result<u64, Status> {
+        let (begin, bytes) = (self.begin + done, self.next(done));
+        // SAFETY: the range is reserved, and nothing is mapped there.
+        let mut status = unsafe { driver::cuMemMap(begin, bytes, 0, piece.real, 0) };
+        if status == SUCCESS {
+            if self.add(&mut area.memory.take(), piece, done, bytes).is_ok() {
+                return Ok(bytes);
+            }
+            // SAFETY: it was mapped above.
+            unsafe { driver::cuMemUnmap(begin, bytes) };
+            status = driver::OUT_OF_MEMORY;
+        }
+        // SAFETY: it is mapped nowhere, and nobody has it.
+        unsafe { driver::cuMemRelease(piece.real) };
+        Err(status)
+    }
+
+    fn add(&self, table: &mut Memory, piece: Piece, done: u64, bytes: u64) -> Result<(), Refused> {
+        let known = table.fresh(piece.real);
         let mapping = Mapping {
             begin: self.begin + done,
             bytes,
@@ -279,7 +295,11 @@ impl Wanted {
             stage: Stage::Partial,
             ..Mapping::default()
         };
-        table.add_piece(piece)?;
+        table.add_piece(Piece {
+            known,
+            bytes,
+            ..piece
+        })?;
         table.add_mapping(mapping).inspect_err(|_| table.forget(known))
     }
 }

@@ -3,12 +3,12 @@
 
 use firn_interposer::abi::PIECES;
 use firn_interposer::sorted::{Keyed, Sorted};
-use firn_interposer::table::{Allocation, Kind, Mapping, Piece, Stage};
+use firn_interposer::table::{Allocation, Kind, Piece, Stage};
 use firn_interposer::token::{Token, Words};
 use rustix::fd::{AsRawFd, FromRawFd, OwnedFd};
 use rustix::process::getpid;
 
-use super::allocations::{discard, grant_peers, grant_range, rounded, set_stage, size_of_piece, wait};
+use super::allocations::{Range, discard, grant_peers, grant_range, rounded, set_stage, wait};
 use super::{access, current};
 use crate::area::{self, Area};
 use crate::calls::{self, InMemory};
@@ -231,15 +231,14 @@ fn map(area: &Area, token: &Token) -> Result<u64, Status> {
     if reserved != SUCCESS {
         return Err(reserved);
     }
-    let wanted = Wanted {
-        area,
+    let range = Range {
         begin,
         bytes,
         asked: token.bytes,
         context,
         device,
     };
-    let mapped = wanted.fill(&peer).and_then(|()| {
+    let mapped = fill(area, &range, &peer).and_then(|()| {
         grant_range(area, begin, bytes, &access(device, READ_WRITE))?;
         let open = Open {
             begin,
@@ -259,103 +258,52 @@ fn map(area: &Area, token: &Token) -> Result<u64, Status> {
     mapped
 }
 
-struct Wanted<'a> {
-    area: &'a Area,
-    begin: u64,
-    bytes: u64,
-    asked: u64,
-    context: u64,
-    device: u32,
-}
-
-impl Wanted<'_> {
-    fn fill(&self, peer: &Peer) -> Result<(), Status> {
-        let mut done = 0;
-        while done < self.bytes {
-            let (_, descriptors): (Words, Descriptors) = peer.take().ok_or(MAP_FAILED)?;
-            for descriptor in descriptors.iter().flatten() {
-                if done >= self.bytes {
-                    return Err(MAP_FAILED);
-                }
-                done += self.map_next(done, descriptor)?;
-            }
-            if descriptors.iter().flatten().next().is_none() {
+/// Maps the pieces that the peer gives into the whole range.
+fn fill(area: &Area, range: &Range, peer: &Peer) -> Result<(), Status> {
+    let mut done = 0;
+    while done < range.bytes {
+        let (_, descriptors): (Words, Descriptors) = peer.take().ok_or(MAP_FAILED)?;
+        for descriptor in descriptors.iter().flatten() {
+            if done >= range.bytes {
                 return Err(MAP_FAILED);
             }
+            done += range.map(area, done, imported(descriptor)?)?;
         }
-        Ok(())
+        if descriptors.iter().flatten().next().is_none() {
+            return Err(MAP_FAILED);
+        }
     }
+    Ok(())
+}
 
-    fn map_next(&self, done: u64, descriptor: &OwnedFd) -> Result<u64, Status> {
-        let bytes = size_of_piece(self.bytes - done);
-        let begin = self.begin + done;
-        let mut real = 0;
-        let number = descriptor.as_raw_fd().unsigned_abs() as usize;
-        let mut properties = Properties::of(Kind::default(), 0);
-        // SAFETY: the driver's functions, with places for their results; the range is reserved, and nothing
-        // is mapped there.
-        let mapped = unsafe {
-            let imported = driver::cuMemImportFromShareableHandle(&mut real, number, DESCRIPTOR);
-            if imported != SUCCESS {
-                return Err(imported);
-            }
-            match driver::cuMemGetAllocationPropertiesFromHandle(&mut properties, real) {
-                SUCCESS => driver::cuMemMap(begin, bytes, 0, real, 0),
-                refused => refused,
-            }
-        };
-        if mapped == SUCCESS && self.add(&properties, real, done, bytes) {
-            return Ok(bytes);
+/// A piece of another process.
+fn imported(descriptor: &OwnedFd) -> Result<Piece, Status> {
+    let mut real = 0;
+    let number = descriptor.as_raw_fd().unsigned_abs() as usize;
+    let mut properties = Properties::of(Kind::default(), 0);
+    // SAFETY: the driver's functions, with places for their results. What is refused has been imported here,
+    // and nobody else has it.
+    unsafe {
+        let imported = driver::cuMemImportFromShareableHandle(&mut real, number, DESCRIPTOR);
+        if imported != SUCCESS {
+            return Err(imported);
         }
-        // SAFETY: it was imported and mapped above, and nobody has it.
-        unsafe {
-            if mapped == SUCCESS {
-                driver::cuMemUnmap(begin, bytes);
-            }
+        let known = driver::cuMemGetAllocationPropertiesFromHandle(&mut properties, real);
+        if known != SUCCESS {
             driver::cuMemRelease(real);
+            return Err(known);
         }
-        Err(if mapped == SUCCESS {
-            driver::OUT_OF_MEMORY
-        } else {
-            mapped
-        })
     }
-
-    fn add(&self, properties: &Properties, real: u64, done: u64, bytes: u64) -> bool {
-        let mut table = self.area.memory.take();
-        let known = table.fresh(real);
-        let piece = Piece {
-            known,
-            real,
-            bytes,
-            is_imported: true,
-            kind: Kind {
-                location: properties.location.kind,
-                id: properties.location.id,
-                ..Kind::default()
-            },
-            ..Piece::default()
-        };
-        let mapping = Mapping {
-            begin: self.begin + done,
-            bytes,
-            piece: known,
-            allocation: self.begin,
-            asked: if done == 0 { self.asked } else { 0 },
-            context: self.context,
-            device: self.device,
-            stage: Stage::Partial,
-            ..Mapping::default()
-        };
-        if table.add_piece(piece).is_err() {
-            return false;
-        }
-        let added = table.add_mapping(mapping).is_ok();
-        if !added {
-            table.forget(known);
-        }
-        added
-    }
+    Ok(Piece {
+        real,
+        is_imported: true,
+        kind: Kind {
+            location: properties.location.kind,
+            id: properties.location.id,
+            ..Kind::default()
+        },
+        ..Piece::default()
+    })
 }
 
 /// cuIpcCloseMemHandle
