@@ -11,6 +11,7 @@ pub mod cgroup_mounts;
 pub mod clock;
 mod cpu;
 mod deleted_name;
+pub mod descriptors;
 pub mod durable;
 mod file_id;
 mod in_root;
