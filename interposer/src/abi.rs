@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 const MAGIC: u64 = u64::from_le_bytes(*b"firncuda");
 
 /// What both have to agree about.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What the library shows of its process. A process without contexts shows zero bytes, as does a forked
 /// child.
@@ -55,6 +55,12 @@ impl Beacon {
     }
 }
 
+/// Whether a beacon shows nothing now, and has shown something before.
+pub fn is_hidden(beacon: &[u8; Beacon::SIZE]) -> bool {
+    let [magic, first, ..] = words(beacon);
+    magic == 0 && first != 0
+}
+
 impl Reach {
     /// What the bytes of a beacon show. None: that the process cannot be reached.
     pub fn of(beacon: &[u8; Beacon::SIZE]) -> Option<Self> {
@@ -79,7 +85,8 @@ pub enum Request {
     Open,
     /// Every context idle, and the driver ready to take memory out: tried with a piece that nobody has.
     Rehearse { wait: u32 },
-    /// Descriptors of so many pieces, from this index of the table on.
+    /// Descriptors of so many pieces, from this index of the table on. After the answer's bytes comes the
+    /// size of each of them.
     Lend { wait: u32, from: u32, count: u32 },
     /// Every piece unmapped and released.
     Detach { wait: u32 },
@@ -89,6 +96,9 @@ pub enum Request {
 
 /// Pieces of one request at most: a message has no more descriptors.
 pub const PIECES: u32 = 64;
+
+/// Bytes of the longest answer: one with the sizes of all its pieces.
+pub const LONGEST: usize = size_of::<Bytes>() + PIECES as usize * size_of::<u64>();
 
 /// How long a gate stays shut of which firn asks nothing.
 pub const LEASE_SECONDS: u32 = 15;
@@ -100,6 +110,9 @@ pub enum Answer {
     Done,
     /// The gate is shut, and this thread is inside, in a call of this row of the facts.
     Busy { tid: u32, row: u32 },
+    /// It is done, and so many of the pieces count as those of another process from now on: there was no room
+    /// for a copy of each.
+    Imported { count: u32 },
     /// It could not be done: a number of errno.
     Failed { errno: u32 },
     /// The driver refuses it: a CUresult.
@@ -172,6 +185,7 @@ impl Answer {
             Self::Working => (6, [0; 3]),
             Self::Away => (7, [0; 3]),
             Self::Idle => (8, [0; 3]),
+            Self::Imported { count } => (9, [count, 0, 0]),
         };
         message(number, kind, words)
     }
@@ -191,10 +205,26 @@ impl Answer {
             6 => Self::Working,
             7 => Self::Away,
             8 => Self::Idle,
+            9 => Self::Imported { count: first },
             _ => return None,
         };
         Some((number, answer))
     }
+}
+
+/// Writes the sizes of pieces to what follows the bytes of an answer. Returns how many bytes it then has.
+pub fn put_sizes(rest: &mut [u8], sizes: impl Iterator<Item = u64>) -> usize {
+    let mut written = 0;
+    for (chunk, size) in rest.chunks_exact_mut(size_of::<u64>()).zip(sizes) {
+        chunk.copy_from_slice(&size.to_le_bytes());
+        written += size_of::<u64>();
+    }
+    written
+}
+
+/// The sizes of pieces in what follows the bytes of an answer.
+pub fn sizes_in(rest: &[u8]) -> impl Iterator<Item = u64> {
+    rest.as_chunks().0.iter().map(|chunk| u64::from_le_bytes(*chunk))
 }
 
 fn message(number: u64, kind: u32, [first, second, third]: [u32; 3]) -> Bytes {
@@ -265,10 +295,22 @@ mod tests {
             Answer::Working,
             Answer::Away,
             Answer::Idle,
+            Answer::Imported { count: 64 },
             Answer::Unknown,
         ] {
             assert_eq!(Answer::of(&answer.to_bytes(7)), Some((7, answer)));
         }
+    }
+
+    #[test]
+    fn sizes_follow_an_answer() {
+        let mut rest = [0; LONGEST - 64];
+        let sizes = [2 << 20, u64::MAX];
+        let written = put_sizes(&mut rest, sizes.into_iter());
+        assert_eq!(written, 16);
+        assert!(sizes_in(&rest[..written]).eq(sizes));
+        assert_eq!(sizes_in(&rest[..15]).count(), 1);
+        assert_eq!(put_sizes(&mut rest, (0..).take(100)), rest.len());
     }
 
     #[test]
@@ -283,13 +325,14 @@ mod tests {
     #[test]
     fn a_beacon_shows_how_a_process_is_reached() {
         let beacon = Beacon::new();
-        let seen = || {
+        let bytes_of = |beacon: &Beacon| {
             let mut bytes = [0; Beacon::SIZE];
             for (chunk, word) in bytes.chunks_exact_mut(8).zip(&beacon.words) {
                 chunk.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes());
             }
-            Reach::of(&bytes)
+            bytes
         };
+        let seen = || Reach::of(&bytes_of(&beacon));
         assert_eq!(seen(), None);
         let reach = Reach {
             version: VERSION,
@@ -300,5 +343,6 @@ mod tests {
         assert_eq!(seen(), Some(reach));
         beacon.hide();
         assert_eq!(seen(), None);
+        assert!(is_hidden(&bytes_of(&beacon)) && !is_hidden(&[0; Beacon::SIZE]));
     }
 }

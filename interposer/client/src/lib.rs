@@ -3,31 +3,28 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use firn_host::descriptors::{receive, send};
 use firn_host::{FileId, proc_maps};
-use firn_interposer::abi::{Answer, Beacon, Bytes, PIECES, Reach, Request};
+use firn_interposer::abi::{self, Answer, Beacon, Bytes, PIECES, Reach, Request};
 use object::{Object, ObjectSymbol};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::{Errno, IoSlice, IoSliceMut};
+use rustix::io::Errno;
 use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketType, recvmsg, sendmsg,
-};
+use rustix::net::{AddressFamily, SocketType};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 /// The symbol by which the library keeps the address of its area.
 const AREA: &str = "firn_cuda_area";
 
-/// Of the descriptors of a message.
-const SPACE: usize = rustix::cmsg_space!(ScmRights(PIECES as usize));
+/// Of a message without descriptors.
+const NONE: &[OwnedFd] = &[];
 
 /// How long an answer may take, apart from what the request waits for.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -53,6 +50,20 @@ pub struct Process {
     number: u64,
 }
 
+/// A piece of GPU memory that a process has lent.
+#[derive(Debug)]
+pub struct Lent {
+    /// As the process reports.
+    pub bytes: u64,
+    pub descriptor: OwnedFd,
+}
+
+impl AsFd for Lent {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
 impl Library {
     /// Reads a file of the library.
     ///
@@ -74,11 +85,40 @@ impl Library {
         })
     }
 
-    /// The process, if it has this file of the library and shows that it can be asked.
+    /// The process, if it has this file of the library, of this version, and shows that it can be asked.
     ///
     /// # Errors
     /// The process cannot be read, as when it has ended.
     pub fn process(&self, pid: Pid) -> io::Result<Option<Process>> {
+        let Some(beacon) = self.beacon(pid)? else {
+            return Ok(None);
+        };
+        let Some(reach) = Reach::of(&beacon).filter(|reach| reach.version == abi::VERSION) else {
+            return Ok(None);
+        };
+        let process = pidfd_open(pid, PidfdFlags::empty())?;
+        let Ok(end) = i32::try_from(reach.end) else {
+            return Ok(None);
+        };
+        match pidfd_getfd(process, end, PidfdGetfdFlags::empty()) {
+            Ok(end) if is_pair(&end, pid)? => Ok(Some(Process::new(reach, end)?)),
+            // The program has closed it; it may have something else by this number.
+            Ok(_) | Err(Errno::BADF) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether the process has this file of the library and could be asked before, but cannot now.
+    ///
+    /// # Errors
+    /// As [`Self::process`].
+    pub fn is_hidden(&self, pid: Pid) -> io::Result<bool> {
+        let beacon = self.beacon(pid)?;
+        Ok(beacon.is_some_and(|beacon| abi::is_hidden(&beacon)))
+    }
+
+    /// What the library shows, if the process has this file of it.
+    fn beacon(&self, pid: Pid) -> io::Result<Option<[u8; Beacon::SIZE]>> {
         let Some(base) = self.base(pid)? else {
             return Ok(None);
         };
@@ -92,19 +132,7 @@ impl Library {
         }
         let mut beacon = [0; Beacon::SIZE];
         memory.read_exact_at(&mut beacon, area)?;
-        let Some(reach) = Reach::of(&beacon) else {
-            return Ok(None);
-        };
-        let process = pidfd_open(pid, PidfdFlags::empty())?;
-        let Ok(end) = i32::try_from(reach.end) else {
-            return Ok(None);
-        };
-        match pidfd_getfd(process, end, PidfdGetfdFlags::empty()) {
-            Ok(end) if is_pair(&end, pid)? => Ok(Some(Process::new(reach, end)?)),
-            // The program has closed it; it may have something else by this number.
-            Ok(_) | Err(Errno::BADF) => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        Ok(Some(beacon))
     }
 
     /// Whether the process has this file of the library and can be asked.
@@ -166,36 +194,40 @@ impl Process {
     /// # Errors
     /// It does not answer in time, or has gone.
     pub fn ask(&mut self, request: Request) -> io::Result<Answer> {
-        Ok(self.exchange(request, &[])?.0)
+        Ok(self.exchange(request, NONE)?.answer)
     }
 
-    /// Descriptors of pieces of its memory, from this index of the table on; at its end there are fewer.
+    /// Pieces of its memory, from this index of the table on; at its end there are fewer than [`PIECES`].
     ///
     /// # Errors
     /// As [`Self::ask`]; what it answers else is in the result.
-    pub fn lend(&mut self, from: u32, wait: u32) -> io::Result<Result<Vec<OwnedFd>, Answer>> {
+    pub fn lend(&mut self, from: u32, wait: u32) -> io::Result<Result<Vec<Lent>, Answer>> {
         let count = PIECES;
-        let (answer, pieces) = self.exchange(Request::Lend { wait, from, count }, &[])?;
-        Ok(if answer == Answer::Done {
-            Ok(pieces)
-        } else {
-            Err(answer)
-        })
+        let message = self.exchange(Request::Lend { wait, from, count }, NONE)?;
+        if message.answer != Answer::Done {
+            return Ok(Err(message.answer));
+        }
+        if message.sizes.len() != message.descriptors.len() {
+            return Err(ErrorKind::InvalidData.into());
+        }
+        let pieces = message.sizes.into_iter().zip(message.descriptors);
+        let lent = |(bytes, descriptor)| Lent { bytes, descriptor };
+        Ok(Ok(pieces.map(lent).collect()))
     }
 
     /// Gives pieces of its memory back, of which the first has this index.
     ///
     /// # Errors
     /// As [`Self::ask`], and more than [`PIECES`] of them.
-    pub fn attach(&mut self, from: u32, pieces: &[OwnedFd], wait: u32) -> io::Result<Answer> {
+    pub fn attach<T: AsFd>(&mut self, from: u32, pieces: &[T], wait: u32) -> io::Result<Answer> {
         let count = u32::try_from(pieces.len()).unwrap_or(u32::MAX);
         let request = Request::Attach { wait, from, count };
-        Ok(self.exchange(request, pieces)?.0)
+        Ok(self.exchange(request, pieces)?.answer)
     }
 
-    fn exchange(&mut self, request: Request, with: &[OwnedFd]) -> io::Result<(Answer, Vec<OwnedFd>)> {
+    fn exchange<T: AsFd>(&mut self, request: Request, with: &[T]) -> io::Result<Message> {
         self.number = self.number.wrapping_add(1);
-        self.send(&request.to_bytes(self.number), with)?;
+        send(&self.end, &request.to_bytes(self.number), with)?;
         // What it sleeps between looks takes longer than it asks for.
         let end = Instant::now() + self.limit + 3 * Duration::from_millis(request.wait().into());
         loop {
@@ -204,31 +236,16 @@ impl Process {
             if left.is_zero() {
                 return Err(ErrorKind::TimedOut.into());
             }
-            let Some((bytes, descriptors)) = self.received(left)? else {
-                continue;
-            };
-            if let Some((number, answer)) = Answer::of(&bytes)
+            if let Some((number, message)) = self.receive(left)?
                 && number == self.number
             {
-                return Ok((answer, descriptors));
+                return Ok(message);
             }
         }
     }
 
-    fn send(&self, bytes: &Bytes, with: &[OwnedFd]) -> io::Result<()> {
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let descriptors: Vec<BorrowedFd<'_>> = with.iter().map(AsFd::as_fd).collect();
-        if !with.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
-            return Err(ErrorKind::InvalidInput.into());
-        }
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        sendmsg(&self.end, &[IoSlice::new(bytes)], &mut control, flags)?;
-        Ok(())
-    }
-
-    /// The next message, within this time. None: look again.
-    fn received(&self, limit: Duration) -> io::Result<Option<(Bytes, Vec<OwnedFd>)>> {
+    /// The next message and its number, within this time. None: it is none of the library's, look again.
+    fn receive(&self, limit: Duration) -> io::Result<Option<(u64, Message)>> {
         let limit = Timespec::try_from(limit).map_err(|_| ErrorKind::InvalidInput)?;
         let mut ends = [PollFd::new(&self.end, PollFlags::IN)];
         match poll(&mut ends, Some(&limit)) {
@@ -236,26 +253,26 @@ impl Process {
             Err(Errno::INTR) => return Ok(None),
             polled => polled?,
         };
-        let mut bytes = [0; 64];
-        let mut space = [MaybeUninit::uninit(); SPACE];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(&self.end, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags);
-        let received = match received {
-            Err(Errno::INTR | Errno::AGAIN) => return Ok(None),
-            received => received?,
+        let mut bytes = [0; abi::LONGEST];
+        let Some((length, descriptors)) = receive(&self.end, &mut bytes)? else {
+            return Ok(None);
         };
-        if received.bytes == 0 {
-            return Err(ErrorKind::UnexpectedEof.into());
-        }
-        // This process has too many descriptors: what was lent is not held.
-        if received.flags.contains(ReturnFlags::CTRUNC) {
-            return Err(ErrorKind::QuotaExceeded.into());
-        }
-        let rights = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
-            _ => None,
-        });
-        Ok(Some((bytes, rights.flatten().collect())))
+        let message = bytes.get(..length).and_then(<[u8]>::split_first_chunk);
+        let answer = message.and_then(|(head, rest): (&Bytes, _)| Some((Answer::of(head)?, rest)));
+        Ok(answer.map(|((number, answer), rest)| {
+            let message = Message {
+                answer,
+                sizes: abi::sizes_in(rest).collect(),
+                descriptors,
+            };
+            (number, message)
+        }))
     }
+}
+
+/// What the library has answered.
+struct Message {
+    answer: Answer,
+    sizes: Vec<u64>,
+    descriptors: Vec<OwnedFd>,
 }

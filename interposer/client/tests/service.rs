@@ -5,7 +5,6 @@
 )]
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::thread;
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use firn_interposer::abi::{Answer, LEASE_SECONDS, PIECES, Request, VERSION};
 use firn_interposer::facts::{ROWS, of_symbol};
-use firn_interposer_client::{Library, Process};
+use firn_interposer_client::{Lent, Library, Process};
 use rustix::process::Pid;
 use tempfile::TempDir;
 
@@ -203,7 +202,7 @@ fn a_program_that_closes_what_it_does_not_know_goes_on() {
 }
 
 /// All pieces of a process, lent.
-fn lent(process: &mut Process) -> Vec<OwnedFd> {
+fn lent(process: &mut Process) -> Vec<Lent> {
     let mut all = Vec::new();
     loop {
         let from = u32::try_from(all.len()).unwrap();
@@ -230,6 +229,8 @@ fn memory_leaves_a_process_and_comes_back() {
         let before = program.answer_to("left");
         let pieces = lent(&mut process);
         assert!((4..=8).contains(&pieces.len()), "{}", pieces.len());
+        let size = |piece: &Lent| piece.bytes >= 2 << 20 && piece.bytes.is_multiple_of(2 << 20);
+        assert!(pieces.iter().all(size), "{pieces:?}");
         if turn == 3 {
             // What was lent is the process's as before.
             assert_eq!(process.ask(Request::Open).unwrap(), Answer::Done);
@@ -251,6 +252,31 @@ fn memory_leaves_a_process_and_comes_back() {
     }
     program.until_it_calls();
     assert_eq!(program.answer_to("wrong"), "0");
+}
+
+/// It does not know that its memory is out.
+#[test]
+fn a_program_that_closes_what_it_does_not_know_gets_its_memory_back() {
+    let mut program = Program::of(common::fixtures("memory", &["moved"]), "moved");
+    let mut process = program.process();
+    program.until_it_calls();
+    for _ in 0..2 {
+        demand(&mut process, Request::Shut { wait: WAIT });
+        demand(&mut process, Request::Rehearse { wait: WAIT });
+        let pieces = lent(&mut process);
+        demand(&mut process, Request::Detach { wait: WAIT });
+        assert_eq!(program.answer_to("close"), "0");
+        process = program.process();
+        assert_eq!(process.ask(Request::Open).unwrap(), Answer::Away);
+        assert_eq!(process.attach(0, &pieces, WAIT).unwrap(), Answer::Done);
+        demand(&mut process, Request::Open);
+        program.until_it_calls();
+    }
+    assert_eq!(program.answer_to("wrong"), "0");
+}
+
+fn demand(process: &mut Process, request: Request) {
+    assert_eq!(process.ask(request).unwrap(), Answer::Done, "{request:?}");
 }
 
 #[test]

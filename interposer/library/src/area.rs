@@ -4,7 +4,7 @@ use core::mem::size_of;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-use firn_interposer::abi::Beacon;
+use firn_interposer::abi::{self, Beacon};
 use firn_interposer::gate::{Gate, Slot};
 use firn_interposer::table::Table;
 use rustix::io::Errno;
@@ -80,6 +80,20 @@ impl Area {
             self.gate.open();
         }
         true
+    }
+
+    /// Writes the sizes of so many pieces from this index on. Returns how many bytes they take.
+    pub fn put_sizes(&self, from: usize, count: usize, rest: &mut [u8]) -> usize {
+        let table = self.memory.take();
+        let pieces = table.pieces.all().iter().skip(from).take(count);
+        abi::put_sizes(rest, pieces.map(|piece| piece.bytes))
+    }
+
+    /// How many of so many pieces from this index on are those of other processes.
+    pub fn imported(&self, from: usize, count: usize) -> usize {
+        let table = self.memory.take();
+        let pieces = table.pieces.all().iter().skip(from).take(count);
+        pieces.filter(|piece| piece.is_imported).count()
     }
 
     /// Somebody holds descriptors of so many pieces from this index on.

@@ -54,7 +54,7 @@ struct Header {
 }
 
 /// Sends a message with the descriptors that there are. False: it does not arrive.
-pub fn send(to: BorrowedFd<'_>, bytes: &mut Bytes, descriptors: &Descriptors) -> bool {
+pub fn send(to: BorrowedFd<'_>, bytes: &mut [u8], descriptors: &Descriptors) -> bool {
     let mut control = Control {
         bytes: HEAD,
         level: SOCKET,
@@ -94,7 +94,7 @@ pub fn take(from: BorrowedFd<'_>, bytes: &mut Bytes) -> Option<Descriptors> {
 fn call(
     number: usize,
     end: BorrowedFd<'_>,
-    bytes: &mut Bytes,
+    bytes: &mut [u8],
     control: &mut Control,
     room: usize,
     flags: usize,

@@ -50,14 +50,18 @@ pub fn start() {
 }
 
 fn begin() -> Option<()> {
-    let flags = SocketFlags::CLOEXEC;
-    let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    let (near, far) = make_pair()?;
     let ends = pack(&near, &far);
     start_thread(work, ptr::null_mut())?;
     start_thread(serve, ends)?;
     // They are the thread's from now on.
     let _ = (near.into_raw_fd(), far.into_raw_fd());
     Some(())
+}
+
+fn make_pair() -> Option<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC;
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()
 }
 
 /// Starts a thread of the library's own, which gets no signals. None: there is none.
@@ -94,24 +98,41 @@ unsafe extern "C" fn work(_: *mut c_void) -> *mut c_void {
 }
 
 unsafe extern "C" fn serve(ends: *mut c_void) -> *mut c_void {
-    let ends = ends.addr();
-    let (near, far) = ((ends as u32 & ENDS).cast_signed(), (ends >> 32) as u32);
+    let mut ends = ends.addr();
     let _ = set_name(c"firn-cuda");
     if let Some(area) = area::get() {
-        area.beacon.show(Reach {
-            version: abi::VERSION,
-            end: far,
-            thread: gettid().as_raw_nonzero().get().unsigned_abs(),
-        });
-        let mut lease = Lease { area, seconds: 0 };
-        while lease.serve_next(near).is_some() {}
-        area.beacon.hide();
-        // The other thread may still put memory back.
-        while !area.open() {
-            let _ = nanosleep(&SECOND);
+        loop {
+            let (near, far) = ((ends as u32 & ENDS).cast_signed(), (ends >> 32) as u32);
+            area.beacon.show(Reach {
+                version: abi::VERSION,
+                end: far,
+                thread: gettid().as_raw_nonzero().get().unsigned_abs(),
+            });
+            let mut lease = Lease { area, seconds: 0 };
+            while lease.serve_next(near).is_some() {}
+            area.beacon.hide();
+            // The program has closed its end. While memory is out it has to be reached all the same.
+            match reopened(area) {
+                Some(new) => ends = new,
+                None => break,
+            }
         }
     }
     ptr::null_mut()
+}
+
+/// A new pair, once there is one, as long as memory is out of the process. None: it is in it, and the gate
+/// open.
+fn reopened(area: &Area) -> Option<usize> {
+    while !area.open() {
+        if let Some((near, far)) = make_pair() {
+            let ends = pack(&near, &far).addr();
+            let _ = (near.into_raw_fd(), far.into_raw_fd());
+            return Some(ends);
+        }
+        let _ = nanosleep(&SECOND);
+    }
+    None
 }
 
 /// How long the gate stays shut without a request.
@@ -154,12 +175,41 @@ impl Lease {
         let (number, request) = Request::of(&bytes).filter(|_| length == bytes.len())?;
         let mut descriptors = message::take(near, &mut bytes)?;
         let answer = request.map_or(Answer::Unknown, |request| self.act(request, &mut descriptors));
-        let is_sent = message::send(near, &mut answer.to_bytes(number), &descriptors);
-        if let Some(Request::Lend { from, .. }) = request.filter(|_| is_sent && answer == Answer::Done) {
-            self.area
-                .lend(from as usize, descriptors.iter().flatten().count());
+        let answer = match request {
+            Some(Request::Attach { from, count, .. }) if answer == Answer::Done => {
+                self.attached(from as usize, count as usize)
+            }
+            _ => answer,
+        };
+        let lent = match request {
+            Some(Request::Lend { from, .. }) if answer == Answer::Done => {
+                Some((from as usize, descriptors.iter().flatten().count()))
+            }
+            _ => None,
+        };
+        let mut reply = [0; abi::LONGEST];
+        let mut length = bytes.len();
+        if let Some((head, rest)) = reply.split_first_chunk_mut() {
+            *head = answer.to_bytes(number);
+            if let Some((from, count)) = lent {
+                length += self.area.put_sizes(from, count, rest);
+            }
+        }
+        let is_sent = reply
+            .get_mut(..length)
+            .is_some_and(|reply| message::send(near, reply, &descriptors));
+        if let Some((from, count)) = lent.filter(|_| is_sent) {
+            self.area.lend(from, count);
         }
         Some(())
+    }
+
+    /// The answer when so many pieces from this index on are mapped again.
+    fn attached(&self, from: usize, count: usize) -> Answer {
+        match u32::try_from(self.area.imported(from, count)) {
+            Ok(0) | Err(_) => Answer::Done,
+            Ok(count) => Answer::Imported { count },
+        }
     }
 
     fn act(&mut self, request: Request, descriptors: &mut Descriptors) -> Answer {
@@ -176,7 +226,7 @@ impl Lease {
             Request::Open => Answer::Away,
             Request::Shut { wait } => self.shut(Duration::from_millis(wait.into())),
             _ if !self.area.gate.is_shut() => Answer::Idle,
-            _ => match self.busy() {
+            _ => match self.until_nobody(Duration::from_millis(request.wait().into())) {
                 Answer::Done => self.area.job.does(request, descriptors),
                 busy => busy,
             },
@@ -189,6 +239,11 @@ impl Lease {
             return Answer::Failed { errno };
         }
         self.seconds = abi::LEASE_SECONDS;
+        self.until_nobody(wait)
+    }
+
+    /// Waits until nobody is inside. One that arrives at the gate is for a moment, too.
+    fn until_nobody(&self, wait: Duration) -> Answer {
         let looks = wait.as_micros() / 100;
         for _ in 0..looks {
             if self.busy() == Answer::Done {
