@@ -5,8 +5,12 @@
 //! lines come before it, each as soon as the call on that process has returned, so that a shim that cuts the
 //! worker off knows which processes were finished. The worker works on all processes of a request in parallel
 //! and keeps no deadline of its own: the shim does, by killing it.
+//!
+//! Descriptors of GPU memory pass by a second socket, which keeps the borders of messages, at most 64 in one
+//! of them: those of a request before its line, those of its replies before their lines.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -14,6 +18,9 @@ use crate::{CudaState, GpuPair, GpuUuid, Inventory};
 
 /// Variable of the worker: container and transaction that it works for, as its log lines end with them.
 pub const ENV_TRANSACTION: &str = "FIRN_TRANSACTION";
+
+/// How the `call` of an error ends that firn's library in a process has answered.
+pub const OF_LIBRARY: &str = " of libfirn_cuda.so";
 
 /// Bytes of GPU memory by GPU.
 pub type GpuMemory = BTreeMap<GpuUuid, u64>;
@@ -53,6 +60,51 @@ pub enum Request {
     },
     /// Let all call the driver again.
     Unlock { pids: Vec<i32> },
+    /// About memory that leaves its processes.
+    Pieces(PiecesRequest),
+}
+
+/// What the shim asks for about GPU memory that leaves its processes, by firn's library in them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "does", rename_all = "snake_case")]
+pub enum PiecesRequest {
+    /// Shut the gates of firn's library in all, and wait until their contexts are idle, `wait_ms` for each
+    /// step. `library` is the file that they have.
+    Shut {
+        pids: Vec<i32>,
+        library: PathBuf,
+        wait_ms: u32,
+    },
+    /// Descriptors of pieces of a process's memory from this index on: fewer than 64 at the end.
+    Lend {
+        pid: i32,
+        library: PathBuf,
+        from: u32,
+        wait_ms: u32,
+    },
+    /// Take the memory that was lent out of all.
+    Detach {
+        pids: Vec<i32>,
+        library: PathBuf,
+        wait_ms: u32,
+    },
+    /// Give a process the pieces of so many descriptors, of which the first has this index.
+    Attach {
+        pid: i32,
+        library: PathBuf,
+        from: u32,
+        count: usize,
+        wait_ms: u32,
+    },
+    /// Open the gates of all.
+    Open { pids: Vec<i32>, library: PathBuf },
+    /// Copy pieces of a process's memory, which have so many bytes, onto the new GPUs. Each descriptor is
+    /// answered by one: of a piece that stays on its GPU, by one of the same piece.
+    Copy {
+        pid: i32,
+        pairs: Vec<GpuPair>,
+        bytes: Vec<u64>,
+    },
 }
 
 /// A CUresult that is not `CUDA_SUCCESS`, or a failure before the driver was reached.
@@ -81,9 +133,22 @@ pub struct ProcessReply {
     /// Bytes of GPU memory in use; only in replies to `memory`, empty where the driver does not report them.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpu_memory: GpuMemory,
+    /// Whether it has firn's library; only in replies to `shut` and `attach`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub interposed: bool,
+    /// Whether a piece counts as one of another process from now on; only in replies to `attach`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub imported: bool,
+    /// Sizes of the pieces whose descriptors were sent; only in replies to `lend`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pieces: Vec<u64>,
     /// The call's failure.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<DriverError>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 impl ProcessReply {

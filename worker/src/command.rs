@@ -3,7 +3,7 @@
 use std::env;
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Write as _};
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Command};
@@ -28,7 +28,9 @@ const HELP: &str = "\
 firn-gpu: driver worker of the firn container runtime
 
 usage:
-  firn-gpu serve --fd N        answer requests on the socket that is descriptor N (started by the shim)
+  firn-gpu serve --fd N [--descriptors M]
+                               answer requests on the socket that is descriptor N (started by the shim); M is
+                               the socket for descriptors of GPU memory
   firn-gpu inventory           print driver version and GPUs of this node, as JSON
   firn-gpu hold                keep 1 MiB of GPU memory and compare it every 100 ms (for firn doctor --deep)
   firn-gpu discover PID...     print which of these processes use CUDA, with their GPU memory, as JSON
@@ -40,7 +42,7 @@ exit codes: 0 done, 1 failed, 2 wrong usage
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
 enum Action {
-    Serve { fd: RawFd },
+    Serve { fd: RawFd, descriptors: Option<RawFd> },
     Inventory,
     Hold,
     Discover { pids: Vec<i32> },
@@ -113,7 +115,10 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
     let action = match command.to_str() {
         Some("serve") => match (args.next(), args.next()) {
             (Some(flag), _) if flag != "--fd" => return Err(UsageError::Unknown(flag)),
-            (Some(_), Some(fd)) => Action::Serve { fd: number(fd)? },
+            (Some(_), Some(fd)) => Action::Serve {
+                fd: number(fd)?,
+                descriptors: descriptors(&mut args)?,
+            },
             _ => return Err(UsageError::Missing("serve needs --fd N")),
         },
         Some("inventory") => Action::Inventory,
@@ -135,6 +140,18 @@ fn parse(mut args: impl Iterator<Item = OsString>) -> Result<Action, UsageError>
     }
 }
 
+fn descriptors(args: &mut impl Iterator<Item = OsString>) -> Result<Option<RawFd>, UsageError> {
+    match args.next() {
+        None => Ok(None),
+        Some(flag) if flag == "--descriptors" => {
+            let fd = args.next();
+            let fd = fd.ok_or(UsageError::Missing("--descriptors needs a number"))?;
+            number(fd).map(Some)
+        }
+        Some(other) => Err(UsageError::Unknown(other)),
+    }
+}
+
 fn number(arg: OsString) -> Result<i32, UsageError> {
     let parsed = arg
         .to_str()
@@ -147,10 +164,12 @@ fn run(action: Action) -> Result<(), CommandError> {
     match action {
         Action::Help => print(HELP),
         Action::Version => print(concat!("firn-gpu ", env!("CARGO_PKG_VERSION"), "\n")),
-        Action::Serve { fd } => {
+        Action::Serve { fd, descriptors } => {
             leave_cuda_variables()?;
             let socket = sys::inherited_socket(fd).map_err(CommandError::Serve)?;
-            serve(socket, Node::host()).map_err(CommandError::Serve)
+            let descriptors = descriptors.map(sys::inherited_socket).transpose();
+            let descriptors = descriptors.map_err(CommandError::Serve)?;
+            serve(socket, descriptors.map(OwnedFd::from), Node::host()).map_err(CommandError::Serve)
         }
         Action::Inventory => {
             leave_cuda_variables()?;
@@ -194,7 +213,7 @@ fn hold() -> Result<(), CommandError> {
 /// has any.
 fn discover(pids: Vec<i32>) -> Result<(), CommandError> {
     let (ours, theirs) = UnixStream::pair().map_err(CommandError::Serve)?;
-    thread::spawn(move || serve(theirs, Node::host()));
+    thread::spawn(move || serve(theirs, None, Node::host()));
     let mut session = BufReader::new(ours);
     let mut found = answers(&mut session, &Request::Discover { pids: pids.clone() })?;
     for reported in answers(&mut session, &Request::Memory { pids }).unwrap_or_default() {
@@ -258,7 +277,9 @@ mod tests {
 
     #[test]
     fn command_lines() {
-        assert_eq!(parsed("serve --fd 3"), Ok(Action::Serve { fd: 3 }));
+        let serve = |descriptors| Ok(Action::Serve { fd: 3, descriptors });
+        assert_eq!(parsed("serve --fd 3"), serve(None));
+        assert_eq!(parsed("serve --fd 3 --descriptors 4"), serve(Some(4)));
         assert_eq!(parsed("inventory"), Ok(Action::Inventory));
         assert_eq!(parsed("hold"), Ok(Action::Hold));
         assert_eq!(parsed("discover 7 8"), Ok(Action::Discover { pids: vec![7, 8] }));
@@ -278,6 +299,10 @@ mod tests {
         assert_eq!(
             parsed("serve --fd x").unwrap_err(),
             "\"x\" is not a positive number"
+        );
+        assert_eq!(
+            parsed("serve --fd 3 --descriptors").unwrap_err(),
+            "--descriptors needs a number"
         );
         assert_eq!(parsed("serve --fb 3").unwrap_err(), "unknown argument \"--fb\"");
         assert_eq!(parsed("inventory more").unwrap_err(), "unknown argument \"more\"");

@@ -21,6 +21,7 @@ mod command;
 #[allow(unsafe_code, reason = "calls libcuda through C function pointers")]
 mod cuda;
 mod discover;
+mod interposed;
 mod inventory;
 mod node;
 #[allow(unsafe_code, reason = "calls libnvidia-ml through C function pointers")]

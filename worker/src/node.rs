@@ -2,10 +2,11 @@
 //!
 //! The libraries are opened when first needed, so that a request about processes without CUDA opens none.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use crate::cuda::{Checkpointer, Cuda, Driver};
+use crate::cuda::{Checkpointer, CopierError, Cuda, Driver};
 use crate::nvml::{Nvml, NvmlError, NvmlLibrary};
 use crate::sys::LoadError;
 use firn_gpu::GpuUuid;
@@ -97,6 +98,14 @@ pub(super) enum Refusal<'a> {
     Init(#[source] DriverError),
     #[error("no inventory of GPUs")]
     Nvml(#[source] NvmlError),
+    #[error("cannot read {}", path.display())]
+    Interposer { path: PathBuf, source: io::Error },
+    #[error("descriptors of GPU memory do not pass")]
+    Descriptors(#[source] io::Error),
+    #[error("no socket for descriptors of GPU memory")]
+    NoSocket,
+    #[error("the CUDA driver cannot copy GPU memory for the move")]
+    Copier(#[source] CopierError),
     #[error("{gpu} has {free} bytes of memory free, and {needed} are needed")]
     NoMemory { gpu: GpuUuid, free: u64, needed: u64 },
 }
@@ -105,13 +114,17 @@ impl Refusal<'_> {
     /// What the operator can do.
     pub(super) fn hint(&self) -> &'static str {
         match self {
-            Self::Malformed(_) | Self::TooLong { .. } | Self::BadPid(_) => {
-                "the shim and its firn-gpu must be of the same version"
-            }
+            Self::Malformed(_)
+            | Self::TooLong { .. }
+            | Self::BadPid(_)
+            | Self::Interposer { .. }
+            | Self::Descriptors(_)
+            | Self::NoSocket => "the shim and its firn-gpu must be of the same version",
             Self::Library(_) | Self::Nvml(NvmlError::Load(_)) => {
                 "install the NVIDIA driver, or set LD_LIBRARY_PATH of the shim to the directory of its \
                  libraries"
             }
+            Self::Copier(_) => "see whether nvidia-smi works, and whether dmesg has the driver's reason",
             Self::NoCheckpointCalls(_) => "driver 570 or later is needed, 580 or later to change GPUs",
             Self::Init(_) => "see whether nvidia-smi works, or turn on persistence mode: nvidia-smi -pm 1",
             Self::Nvml(_) => "see whether nvidia-smi works and the nvidia kernel module is loaded",

@@ -6,17 +6,19 @@
 use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 use std::thread;
 
 use super::discover::{self, Sign};
+use super::interposed::Interposed;
 use super::node::{Node, Refusal};
 use super::ranks;
-use crate::cuda::{Checkpointer, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
+use crate::cuda::{Checkpointer, Copier, Driver, INIT, NOT_INITIALIZED, OPERATING_SYSTEM};
 use firn_gpu::GpuPair;
-use firn_gpu::protocol::{DriverError, GpuMemory, ProcessReply, Reply, Request};
-use firn_host::Chain;
+use firn_gpu::protocol::{DriverError, GpuMemory, PiecesRequest, ProcessReply, Reply, Request};
+use firn_host::{Chain, descriptors};
 
 /// Longest request in bytes; a pid takes 8 at most, a pair 100.
 const LINE_LIMIT: usize = 1 << 20;
@@ -33,11 +35,16 @@ enum Line {
 
 /// Serves `socket` until its other end is closed, and does not wait for calls that are still in the driver
 /// then.
-pub(super) fn serve(socket: UnixStream, node: Node) -> io::Result<()> {
+pub(super) fn serve(socket: UnixStream, descriptors: Option<OwnedFd>, node: Node) -> io::Result<()> {
     let replies = Mutex::new(socket.try_clone()?);
     let (queue, requests) = mpsc::channel();
     thread::Builder::new().name("requests".into()).spawn(move || {
-        let session = Session { node, replies };
+        let session = Session {
+            node,
+            replies,
+            descriptors,
+            copier: OnceLock::new(),
+        };
         for line in requests {
             session.answer(line);
         }
@@ -74,6 +81,9 @@ struct Session {
     node: Node,
     /// Takes the replies to the shim.
     replies: Mutex<UnixStream>,
+    /// By which descriptors of GPU memory pass.
+    descriptors: Option<OwnedFd>,
+    copier: OnceLock<Copier>,
 }
 
 impl Session {
@@ -136,6 +146,116 @@ impl Session {
             Request::Unlock { pids } => {
                 self.each(&distinct(pids)?, |ask, pid| ask.change(pid, |c| c.unlock(pid)))
             }
+            Request::Pieces(request) => self.carry_out_pieces(request),
+        }
+    }
+
+    /// As [`Session::carry_out`], about memory that leaves its processes.
+    fn carry_out_pieces(&self, request: PiecesRequest) -> Result<(), Refusal<'_>> {
+        match request {
+            PiecesRequest::Shut {
+                pids,
+                library,
+                wait_ms,
+            } => {
+                let library = Interposed::read(&library)?;
+                self.each(&distinct(pids)?, |_, pid| library.shut(pid, wait_ms))
+            }
+            PiecesRequest::Lend {
+                pid,
+                library,
+                from,
+                wait_ms,
+            } => {
+                let (reply, pieces) = Interposed::read(&library)?.lend(&self.node, pid, from, wait_ms);
+                self.pass(&pieces)?;
+                self.send(&[Reply::Process(reply)]);
+                Ok(())
+            }
+            PiecesRequest::Detach {
+                pids,
+                library,
+                wait_ms,
+            } => {
+                let library = Interposed::read(&library)?;
+                self.each(&distinct(pids)?, |_, pid| library.detach(pid, wait_ms))
+            }
+            PiecesRequest::Attach {
+                pid,
+                library,
+                from,
+                count,
+                wait_ms,
+            } => {
+                let pieces = self.passed(count)?;
+                let reply = Interposed::read(&library)?.attach(pid, from, &pieces, wait_ms);
+                self.send(&[Reply::Process(reply)]);
+                Ok(())
+            }
+            PiecesRequest::Open { pids, library } => {
+                let library = Interposed::read(&library)?;
+                self.each(&distinct(pids)?, |_, pid| library.open(pid))
+            }
+            PiecesRequest::Copy { pid, pairs, bytes } => {
+                let pieces = self.passed(bytes.len())?;
+                self.copy(pid, &pairs, pieces.into_iter().zip(bytes))
+            }
+        }
+    }
+
+    /// Copies pieces that have so many bytes; with none of them all is made ready for that.
+    fn copy(
+        &self,
+        pid: i32,
+        pairs: &[GpuPair],
+        pieces: impl Iterator<Item = (OwnedFd, u64)>,
+    ) -> Result<(), Refusal<'_>> {
+        let copier = match self.copier.get() {
+            Some(copier) => copier,
+            None => {
+                let (driver, _) = self.node.checkpointer()?;
+                self.node.init(driver).map_err(Refusal::Init)?;
+                let copier = Copier::open().map_err(Refusal::Copier)?;
+                self.copier.get_or_init(|| copier)
+            }
+        };
+        let copied = copier.warm_up(pairs).and_then(|()| {
+            pieces
+                .map(|(piece, bytes)| copier.copy(piece, bytes, pairs))
+                .collect::<Result<Vec<OwnedFd>, DriverError>>()
+        });
+        let reply = match copied {
+            Ok(copies) => {
+                self.pass(&copies)?;
+                ProcessReply::of(pid)
+            }
+            Err(error) => ProcessReply::failed(pid, error),
+        };
+        self.send(&[Reply::Process(reply)]);
+        Ok(())
+    }
+
+    /// Sends descriptors to the shim; nothing if there are none.
+    fn pass(&self, pieces: &[OwnedFd]) -> Result<(), Refusal<'_>> {
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let socket = self.descriptors.as_ref().ok_or(Refusal::NoSocket)?;
+        descriptors::send(socket, b"pieces", pieces).map_err(Refusal::Descriptors)
+    }
+
+    /// The descriptors that came before the request, which is for so many.
+    fn passed(&self, count: usize) -> Result<Vec<OwnedFd>, Refusal<'_>> {
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        let socket = self.descriptors.as_ref().ok_or(Refusal::NoSocket)?;
+        let message = descriptors::receive(socket, &mut [0; 8]).map_err(Refusal::Descriptors)?;
+        let passed = message.map(|(_, descriptors)| descriptors).unwrap_or_default();
+        if passed.len() == count {
+            Ok(passed)
+        } else {
+            Err(Refusal::Descriptors(io::ErrorKind::InvalidData.into()))
         }
     }
 

@@ -30,7 +30,7 @@ impl Shim {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(DEADLINE)).unwrap();
         let node = fake.node();
-        let worker = thread::spawn(move || serve(theirs, node).unwrap());
+        let worker = thread::spawn(move || serve(theirs, None, node).unwrap());
         Self {
             stream: BufReader::new(ours),
             worker: Some(worker),

@@ -27,7 +27,10 @@ const ALLOWED: [(&str, &[&str]); 21] = [
     ("image", &["host", "config", "gpu", "oci", "store"]),
     ("remap", &["host", "config", "gpu", "oci", "image"]),
     ("preflight", &["host", "config", "gpu", "oci", "image", "remap"]),
-    ("worker", &["host", "gpu", "preflight"]),
+    (
+        "worker",
+        &["host", "interposer", "interposer/client", "gpu", "preflight"],
+    ),
     ("process", &["host", "gpu", "oci"]),
     (
         "transaction",

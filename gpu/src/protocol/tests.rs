@@ -31,6 +31,45 @@ fn requests_survive_the_round_trip() {
         own: vec![1, 2],
     });
     round_trip_request(Request::Unlock { pids: vec![1] });
+    let library = || "/run/firn/libfirn_cuda.so".into();
+    let (pids, wait_ms) = (vec![1, 2], 5);
+    round_trip_pieces(PiecesRequest::Shut {
+        pids: pids.clone(),
+        library: library(),
+        wait_ms,
+    });
+    round_trip_pieces(PiecesRequest::Detach {
+        pids: pids.clone(),
+        library: library(),
+        wait_ms,
+    });
+    round_trip_pieces(PiecesRequest::Open {
+        pids,
+        library: library(),
+    });
+    let (pid, from) = (1, 64);
+    round_trip_pieces(PiecesRequest::Lend {
+        pid,
+        library: library(),
+        from,
+        wait_ms,
+    });
+    round_trip_pieces(PiecesRequest::Attach {
+        pid,
+        library: library(),
+        from,
+        count: 64,
+        wait_ms,
+    });
+    round_trip_pieces(PiecesRequest::Copy {
+        pid,
+        pairs: Vec::new(),
+        bytes: vec![1 << 40],
+    });
+}
+
+fn round_trip_pieces(request: PiecesRequest) {
+    round_trip_request(Request::Pieces(request));
 }
 
 #[test]
@@ -45,6 +84,9 @@ fn replies_survive_the_round_trip() {
         state,
         restore_tid: Some(2),
         gpu_memory: GpuMemory::from([(GpuUuid::from_bytes([7; 16]), 1 << 40)]),
+        interposed: true,
+        imported: true,
+        pieces: vec![2 << 20, 1 << 30],
         error,
     };
     for reply in [

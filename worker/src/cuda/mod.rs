@@ -4,12 +4,14 @@
 //! several threads at once and may block for as long as the driver likes: whoever needs a deadline kills the
 //! process.
 
+mod copier;
 mod hold;
 mod raw;
 
 use std::ffi::{CStr, c_int, c_uint};
 
 use crate::sys::{Library, LoadError};
+pub(crate) use copier::{Copier, CopierError};
 use firn_gpu::protocol::DriverError;
 use firn_gpu::{CudaState, GpuPair};
 pub(crate) use hold::{Held, HoldError};

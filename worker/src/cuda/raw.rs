@@ -87,6 +87,52 @@ functions! {
     optional {}
 }
 
+/// `CUmemAllocationProp`, with the location and the flags taken apart.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Properties {
+    pub kind: c_int,
+    pub handle_types: c_int,
+    pub location: c_int,
+    pub id: c_int,
+    pub win32: usize,
+    pub flags: [u8; 8],
+}
+
+/// `CUmemAccessDesc`, with the location taken apart.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Access {
+    pub location: c_int,
+    pub id: c_int,
+    pub flags: c_int,
+}
+
+functions! {
+    /// What copies pieces of GPU memory. `CUmemGenericAllocationHandle` and `CUdeviceptr` are 64 bits.
+    PieceTable -> Result32;
+    required {
+        device_count = cuDeviceGetCount(*mut c_int);
+        device_uuid = cuDeviceGetUuid_v2(*mut [u8; 16], c_int);
+        retain = cuDevicePrimaryCtxRetain(*mut *mut c_void, c_int);
+        set_current = cuCtxSetCurrent(*mut c_void);
+        synchronize = cuCtxSynchronize();
+        import = cuMemImportFromShareableHandle(*mut u64, *mut c_void, c_int);
+        export = cuMemExportToShareableHandle(*mut c_void, u64, c_int, u64);
+        properties = cuMemGetAllocationPropertiesFromHandle(*mut Properties, u64);
+        create = cuMemCreate(*mut u64, usize, *const Properties, u64);
+        release = cuMemRelease(u64);
+        reserve = cuMemAddressReserve(*mut u64, usize, usize, u64, u64);
+        free = cuMemAddressFree(u64, usize);
+        map = cuMemMap(u64, usize, usize, u64, u64);
+        unmap = cuMemUnmap(u64, usize);
+        set_access = cuMemSetAccess(u64, usize, *const Access, usize);
+        copy = cuMemcpyDtoD_v2(u64, u64, usize);
+        copy_peer = cuMemcpyPeer(u64, *mut c_void, u64, *mut c_void, usize);
+    }
+    optional {}
+}
+
 functions! {
     /// What a process calls to have GPU memory. `CUdevice` is an int, `CUdeviceptr` 64 bits.
     HoldTable -> Result32;
@@ -125,6 +171,11 @@ mod tests {
         assert_eq!(offset_of!(RestoreArgs, reserved), 24);
 
         assert_eq!(size_of::<UnlockArgs>(), 64);
+
+        assert_eq!(size_of::<Properties>(), 32);
+        assert_eq!(offset_of!(Properties, location), 8);
+        assert_eq!(offset_of!(Properties, flags), 24);
+        assert_eq!(size_of::<Access>(), 12);
 
         assert_eq!(size_of::<Pair>(), 32);
         assert_eq!(offset_of!(Pair, new), 16);
