@@ -338,6 +338,7 @@ impl<'a> Run<'a> {
         if assertions.no_peer_access {
             finding::without_peer_access(&mut findings);
         }
+        finding::without_peer_access_of(&mut findings, &self.workload.taken_out);
         let (mut refusals, findings) = finding::evaluate(findings, assertions.shares_nothing);
         refusals.retain(|refusal| !(self.workload.pause && refusal.is_crius()));
         self.outcome.refusals.extend(refusals);

@@ -62,6 +62,10 @@ pub struct Workload {
     pub criu_plugin: bool,
     /// The file in the bundle that keeps what processes had inherited at the container's last checkpoint.
     pub inherited: Option<PathBuf>,
+    /// Processes whose GPU memory leaves them before the driver is called: their GPUs' access to the memory
+    /// of each other refuses nothing.
+    #[serde(default)]
+    pub taken_out: Vec<i32>,
     /// The file in the bundle that keeps which processes the driver has refused to checkpoint.
     #[serde(default)]
     pub refused_before: Option<PathBuf>,

@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, kill_process, pidfd_open, pidfd_send_signal};
 
@@ -35,6 +36,27 @@ fn send(
     match sent {
         None | Some(Err(Errno::SRCH)) => Ok(false),
         Some(sent) => Ok(sent.map(|()| true)?),
+    }
+}
+
+/// The life of a process, which no other process continues under its pid.
+#[derive(Debug)]
+pub struct Life(OwnedFd);
+
+impl Life {
+    /// That of the process with this pid now.
+    ///
+    /// # Errors
+    /// It has ended, or this process has no descriptor free.
+    pub fn of(pid: i32) -> io::Result<Self> {
+        let pid = Pid::from_raw(pid.max(0)).ok_or(Errno::INVAL)?;
+        Ok(Self(pidfd_open(pid, PidfdFlags::empty())?))
+    }
+
+    /// Whether all of its threads have ended. False if that cannot be seen.
+    pub fn is_over(&self) -> bool {
+        let mut ends = [PollFd::new(&self.0, PollFlags::IN)];
+        poll(&mut ends, Some(&Timespec::default())) == Ok(1)
     }
 }
 

@@ -6,6 +6,11 @@
 //! the next call starts a new one. The effect of an interrupted call on a process is unknown until
 //! [`Driver::states`] was called. Without a process there is nothing to call: no worker is started.
 
+mod pieces;
+
+pub(crate) use pieces::Attached;
+
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,11 +18,12 @@ use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use firn_config::Deadlines;
-use firn_gpu::protocol::{DriverError, ENV_TRANSACTION, GpuMemory, ProcessReply, Reply, Request};
+use firn_gpu::protocol::{DriverError, ENV_TRANSACTION, GpuMemory, OF_LIBRARY, ProcessReply, Reply, Request};
 use firn_gpu::{CudaProcess, CudaState, GpuPair, GpuUuid, Inventory};
 use firn_host::procfs;
 use firn_host::{Problem, Remedy, remedy};
 use firn_process::reaper::{Child, Reaper};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
@@ -45,6 +51,18 @@ const LOCK: &str = "cuCheckpointProcessLock";
 /// The driver's call that copies GPU state into host memory.
 const CHECKPOINT: &str = "cuCheckpointProcessCheckpoint";
 
+/// The library's answer to what it cannot do: CUDA_ERROR_NOT_SUPPORTED.
+const SHARED: i32 = 801;
+
+/// The library's answer to pieces that it has not got: CUDA_ERROR_INVALID_VALUE.
+const INVALID_VALUE: i32 = 1;
+
+/// The library's call that puts GPU memory back.
+const ATTACH: &str = "attach of libfirn_cuda.so";
+
+/// The library's call that lends GPU memory.
+const LEND: &str = "lend of libfirn_cuda.so";
+
 /// The driver's answer for what it cannot checkpoint or lock.
 const NOT_SUPPORTED: &str = "CUDA_ERROR_NOT_SUPPORTED";
 
@@ -63,14 +81,11 @@ pub enum WorkerError {
         "FIRN-WORKER",
         "install firn-gpu in the shim's directory, or name it under [worker] in the configuration"
     )]
-    Start {
-        program: PathBuf,
-        source: std::io::Error,
-    },
+    Start { program: PathBuf, source: io::Error },
     /// The socket to the worker failed.
     #[error("cannot talk to the driver worker")]
     #[problem(SAME_VERSION)]
-    Socket(#[from] std::io::Error),
+    Socket(#[from] io::Error),
     /// The worker ended in the middle of a call.
     #[error("the driver worker ended during {op}")]
     #[problem(SAME_VERSION)]
@@ -111,6 +126,13 @@ pub enum WorkerError {
     #[error("{message}")]
     #[problem("FIRN-DRIVER-MISSING", hint)]
     Refused { message: String, hint: String },
+    /// The shim may not have so many descriptors.
+    #[error("the GPU memory of pid {pid} has more than {room} pieces")]
+    #[problem(
+        "FIRN-WORKER",
+        "raise LimitNOFILE of containerd's service: the shim holds two descriptors of each"
+    )]
+    ManyPieces { pid: i32, room: usize },
     /// The driver refused one process.
     #[error("pid {pid}")]
     #[problem(driver_remedy(source))]
@@ -137,13 +159,30 @@ fn raise_deadline(op: &str) -> Remedy<'static> {
         "lock" => "raise gpu-lock under [deadlines] in /etc/firn/config.toml",
         "checkpoint" => "raise gpu-checkpoint under [deadlines] in /etc/firn/config.toml",
         "restore" => "raise gpu-restore under [deadlines] in /etc/firn/config.toml",
-        "unlock" => "raise gpu-unlock under [deadlines] in /etc/firn/config.toml",
+        "shut" => "raise gpu-lock under [deadlines] in /etc/firn/config.toml",
+        "lend" | "detach" => "raise gpu-checkpoint under [deadlines] in /etc/firn/config.toml",
+        "copy" | "attach" => "raise gpu-restore under [deadlines] in /etc/firn/config.toml",
+        "unlock" | "open" => "raise gpu-unlock under [deadlines] in /etc/firn/config.toml",
         _ => "raise the phase's time under [deadlines] in /etc/firn/config.toml",
     };
     remedy("FIRN-GPU-TIMEOUT", hint)
 }
 
 fn driver_remedy(error: &DriverError) -> Remedy<'static> {
+    if error.call == LEND && error.code == SHARED {
+        return remedy(
+            "FIRN-IPC",
+            "it shares GPU memory with another process, which a move cannot take out of both: stop using it \
+             together, or start the container without firn.dev/cuda and see what the driver can move",
+        );
+    }
+    if error.call.ends_with(OF_LIBRARY) {
+        return remedy(
+            "FIRN-CUDA-LIBRARY",
+            "see in containerd's log what firn's library in the process has answered, and try again: a \
+             stopped process answers nothing",
+        );
+    }
     match &*error.name {
         NOT_SUPPORTED if error.call == LOCK => remedy(
             "FIRN-GPU-UNSUPPORTED",
@@ -187,6 +226,16 @@ impl WorkerError {
         }
     }
 
+    /// Whether a process shares its GPU memory with another one: neither the driver nor firn can move it.
+    pub(crate) fn is_shared(&self) -> bool {
+        matches!(self, Self::Process { source, .. } if source.call == LEND && source.code == SHARED)
+    }
+
+    /// Whether a process could not take as many descriptors as it was given.
+    pub(crate) fn lacks_descriptors(&self) -> bool {
+        matches!(self, Self::Process { source, .. } if source.call == ATTACH && source.code == INVALID_VALUE)
+    }
+
     /// Whether the driver will never restore this GPU state. This was seen after a restore that found too
     /// little memory: it fails, and so does every later one, with the error for a process that has ended
     /// (docs/evidence/gpu-runs.md).
@@ -217,6 +266,8 @@ pub struct Driver {
 struct Worker {
     child: Child,
     stream: BufReader<UnixStream>,
+    /// By which descriptors of GPU memory pass.
+    descriptors: OwnedFd,
     is_noted: bool,
 }
 
@@ -399,18 +450,7 @@ impl Driver {
         if pids.is_empty() {
             return Ok(());
         }
-        let (_, replies) = self.call(op, request, deadline).await?;
-        let is_answered = |pid: &&i32| replies.iter().any(|reply| reply.pid == **pid);
-        if let Some(&pid) = pids.iter().find(|pid| !is_answered(pid)) {
-            return Err(WorkerError::State { pid, op, state: None });
-        }
-        // The driver's own answer comes first: where one process is not locked, the others are let go.
-        if let Some((pid, source)) = replies
-            .iter()
-            .find_map(|reply| Some((reply.pid, reply.error.clone()?)))
-        {
-            return Err(WorkerError::Process { pid, source });
-        }
+        let replies = self.each(op, pids, request, deadline).await?;
         match replies.iter().find(|reply| reply.state != Some(expected)) {
             Some(reply) => Err(WorkerError::State {
                 pid: reply.pid,
@@ -482,10 +522,13 @@ impl Worker {
     fn start(program: &Path, reaper: &Reaper) -> Result<Self, WorkerError> {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
         ours.set_nonblocking(true)?;
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (descriptors, given) =
+            socketpair(AddressFamily::UNIX, kind, flags, None).map_err(io::Error::from)?;
         let mut command = Command::new(program);
         // A clean environment: the caller's CUDA_VISIBLE_DEVICES and the like must not hide GPUs.
         command
-            .args(["serve", "--fd", "3"])
+            .args(["serve", "--fd", "3", "--descriptors", "4"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .env_clear();
@@ -497,10 +540,9 @@ impl Worker {
         if let Some(recording) = recording::current() {
             command.env(ENV_TRANSACTION, recording.fields());
         }
-        let (parent_fd, child_fd) = (OwnedFd::from(theirs), 3);
-        command
-            .fd_mappings(vec![FdMapping { parent_fd, child_fd }])
-            .expect("one number");
+        let mapping = |parent_fd, child_fd| FdMapping { parent_fd, child_fd };
+        let mappings = vec![mapping(OwnedFd::from(theirs), 3), mapping(given, 4)];
+        command.fd_mappings(mappings).expect("two numbers");
         let child = reaper.spawn(&mut command).map_err(|source| WorkerError::Start {
             program: program.to_owned(),
             source,
@@ -508,6 +550,7 @@ impl Worker {
         Ok(Self {
             child,
             stream: BufReader::new(UnixStream::from_std(ours)?),
+            descriptors,
             is_noted: false,
         })
     }

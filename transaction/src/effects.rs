@@ -55,6 +55,13 @@ pub trait Device: Gpu {
     fn end_criu_code(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// Releases the held threads, if any. They run unless they are frozen.
     fn release(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Takes GPU memory out of these processes, by firn's library in them; nothing where that cannot be done
+    /// and the driver copies it. From then on they wait at the library. [`Device::gpu_attach`] follows, also
+    /// after an error. The cgroup is thawed.
+    fn gpu_detach(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
+    /// Puts GPU memory back that was taken out, and lets the processes continue; nothing if none was. May be
+    /// repeated after an error. The cgroup is thawed, and no thread is held.
+    fn gpu_attach(&mut self) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// The driver locks all of these processes.
     fn gpu_lock(&mut self, pids: &[i32]) -> impl Future<Output = Result<(), Self::Error>> + Send;
     /// The driver copies the GPU state of all of these processes into their memory.

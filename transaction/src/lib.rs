@@ -32,6 +32,7 @@ pub mod memory_owner;
 pub mod options;
 pub mod parked;
 pub mod phase;
+pub mod pieces;
 pub mod pod_shm;
 pub mod prepared_restore;
 pub mod recording;

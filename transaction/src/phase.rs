@@ -8,7 +8,7 @@
 //!             exit:          - sync - end
 //! pause:      [prepare -] inspect - gpu-lock - gpu-checkpoint
 //! resume:     [grant -] gpu-restore - gpu-unlock [- resumed]
-//! move:       a pause, then a resume
+//! move:       a pause, then a resume; [gpu-detach] before gpu-lock, [gpu-attach] after gpu-unlock
 //! restore:    criu-restore - compare - dev-repair [- fill-memory] - gpu-restore - gpu-unlock - continue
 //!             [- restored]
 //! any failure: rollback
@@ -61,6 +61,9 @@ pub enum Phase {
     Prepare,
     /// firn checks for reasons to refuse; nothing has been touched.
     Inspect,
+    /// firn's library takes GPU memory out of its processes: their calls of the driver wait. A phase of the
+    /// timings only.
+    GpuDetach,
     /// The driver locks the CUDA processes: their calls of the driver wait.
     GpuLock,
     /// The driver copies the GPU state into the memory of the processes.
@@ -81,6 +84,8 @@ pub enum Phase {
     GpuRestore,
     /// The driver unlocks the processes. A phase of the timings only.
     GpuUnlock,
+    /// firn's library puts GPU memory back into its processes. A phase of the timings only.
+    GpuAttach,
     /// The job's hook `resumed`.
     Resumed,
     /// The image is complete, and the container ends as the client requested.
@@ -107,6 +112,8 @@ impl Phase {
         match self {
             Self::Prepare => ("prepare", "call the hook prepare"),
             Self::Inspect => ("inspect", "inspect the container"),
+            Self::GpuDetach => ("gpu-detach", "take GPU memory out of the processes"),
+            Self::GpuAttach => ("gpu-attach", "put GPU memory back into the processes"),
             Self::GpuLock => ("gpu-lock", "lock the CUDA processes"),
             Self::GpuCheckpoint => ("gpu-checkpoint", "checkpoint the GPU state"),
             Self::Freeze => ("freeze", "freeze the container"),
@@ -152,6 +159,8 @@ mod tests {
         for phase in [
             Prepare,
             Inspect,
+            GpuDetach,
+            GpuAttach,
             GpuLock,
             GpuCheckpoint,
             Freeze,

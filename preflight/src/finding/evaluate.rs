@@ -12,6 +12,14 @@ pub(crate) fn without_peer_access(findings: &mut Vec<Finding>) {
     findings.retain(|finding| !matches!(finding.refusal, Refusal::PeerAccess { .. }));
 }
 
+/// Drops the same of these processes.
+pub(crate) fn without_peer_access_of(findings: &mut Vec<Finding>, pids: &[i32]) {
+    findings.retain(|finding| match &finding.refusal {
+        Refusal::PeerAccess { pid, .. } => !pids.contains(pid),
+        _ => true,
+    });
+}
+
 /// All refusals that follow from the findings, and the findings that refuse nothing. `shares_nothing`: the
 /// owner asserts that the processes share no GPU memory.
 pub(crate) fn evaluate(mut findings: Vec<Finding>, shares_nothing: bool) -> (Vec<Refusal>, Vec<Finding>) {
@@ -199,6 +207,11 @@ mod tests {
         for owner in [NO_ASSERTION, SHARES_NOTHING] {
             assert_eq!(first(several(), owner).unwrap().code(), "FIRN-PEER");
         }
+        let mut findings = several();
+        without_peer_access_of(&mut findings, &[8]);
+        assert_eq!(findings.len(), 1);
+        without_peer_access_of(&mut findings, &[8, 7]);
+        assert!(findings.is_empty());
         let mut findings = several();
         without_peer_access(&mut findings);
         assert!(findings.is_empty());

@@ -67,7 +67,7 @@ pub(crate) use watches::{Lookup, inspect as watches};
 
 pub use connections::Connection;
 pub(crate) use connections::Line as SocketLine;
-pub(crate) use evaluate::{evaluate, without_peer_access};
+pub(crate) use evaluate::{evaluate, without_peer_access, without_peer_access_of};
 pub use inherited::Inherited;
 pub(crate) use inherited::OfGpus;
 pub(crate) use kept::kept;

@@ -86,6 +86,7 @@ pub(super) fn init_exited(service: &Arc<Service>, container: &Arc<Container>, ex
             // Not by the runtime's resume: it first waits until all is frozen, with cgroup v2 for up to 10 s,
             // which may not come to be while processes end.
             drop(container.take_held());
+            container.free_pieces();
             thaw(&container).await;
         }
         container.is_killed(ANSWER).await;

@@ -186,6 +186,7 @@ pub(super) async fn give_up(container: &Container) -> Result<(), CgroupError> {
     container.cgroup()?.kill_all(KILLED).await?;
     // Order matters: they are let go of when they cannot run any more.
     drop(container.take_held());
+    container.free_pieces();
     Ok(())
 }
 

@@ -91,17 +91,182 @@ fn a_copy_has_the_library_of_its_source(platform: Platform) -> Result<()> {
     )
 }
 
-fn pauses_and_moves_are_as_without(platform: Platform) -> Result<()> {
+/// A pause is by the driver alone. For a move the library takes the memory out, and firn-gpu copies it.
+fn memory_moves_by_the_library(platform: Platform) -> Result<()> {
     on([host(platform, "ip-moves", 1)?], |[host]| {
         let options = [&ANNOTATED[..], &["--annotation", "firn.dev/pause=release-gpu"]].concat();
         let job = job(host, &options)?;
         job.task(&["pause"])?;
         job.task(&["resume"])?;
         job.goes_on(3)?;
+        ensure!(!is_detached(&job)?, "a pause by the library");
+        let uuids = host.uuids();
+        let mut job = job;
+        for gpu in [1, 0, 1] {
+            let to = gpu.to_string();
+            host.node().run(&["firn", "move-gpu", "job", "--gpus", &to])?;
+            job = job.moved_before();
+            job.goes_on(3)?;
+            ensure!(is_detached(&job)?, "a move by the driver");
+            let used = job.gpus_in_use()?;
+            ensure!(used == [uuids[gpu].clone()], "{used:?}");
+            ensure!(audited(host)? == (1, 1), "the audit sees none");
+        }
+        ensure!(host.gpu_memory()?[0] == 0, "memory is left on the old GPU");
+        ensure!(pieces_held(host)? == 0, "the shim keeps memory");
+        // What was moved is checkpointed as before.
+        job.checkpoints_again("checkpoint/job")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Whether the last transaction took memory out and put it back.
+fn is_detached(job: &Container<'_>) -> Result<bool> {
+    let phases: Vec<String> = job.timings()?.into_iter().map(|(name, _)| name).collect();
+    Ok(phases.iter().any(|phase| phase == "gpu-attach"))
+}
+
+/// Descriptors of GPU memory that the job's shim has.
+fn pieces_held(host: &GpuHost) -> Result<usize> {
+    let list = format!("ls -l /proc/{}/fd", host.shim_of("job")?.pid);
+    let listed = host.node().run(&["sh", "-c", &list])?.stdout;
+    Ok(listed.matches("memfd:simgpu").count())
+}
+
+/// The driver fails in each of its calls while the memory is out: the job continues where it was.
+fn a_move_that_fails_puts_memory_back(platform: Platform) -> Result<()> {
+    on([host(platform, "ip-back", 1)?], |[host]| {
+        let job = job(host, &ANNOTATED)?;
+        let before = host.uuids()[..1].to_vec();
+        for call in ["lock", "checkpoint", "restore"] {
+            let times = if call == "restore" { "2" } else { "1" };
+            let error = ["--error", "CUDA_ERROR_UNKNOWN", "--times", times];
+            host.fault(&[&["--call", call][..], &error].concat())?;
+            let output = failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+            ensure!(output.contains("FIRN-"), "{output}");
+            host.no_faults()?;
+            job.goes_on(3)?;
+            ensure!(is_detached(&job)?, "a move by the driver");
+            ensure!(job.status()? == "RUNNING", "after {call}");
+            ensure!(job.gpus_in_use()? == before, "after {call}");
+        }
         host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"])?;
         let job = job.moved_before();
         job.goes_on(3)?;
-        ensure!(audited(host)? == (1, 1), "the audit sees none");
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Its driver cannot restore it on either GPU: it stays parked with its memory in firn's hands, is not
+/// checkpointed, and continues when it is resumed.
+fn a_job_whose_memory_is_out_is_resumed(platform: Platform) -> Result<()> {
+    on([host(platform, "ip-out", 1)?], |[host]| {
+        let job = job(host, &ANNOTATED)?;
+        host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+        let output = failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+        ensure!(output.contains("FIRN-"), "{output}");
+        ensure!(job.status()? == "PAUSED", "it runs without its memory");
+        job.stands_still()?;
+        let refused = failure(job.task(&["checkpoint"]))?;
+        ensure!(refused.contains("FIRN-GPU-SPLIT"), "{refused}");
+        host.no_faults()?;
+        job.task(&["resume"])?;
+        job.goes_on(3)?;
+        ensure!(job.gpus_in_use()? == host.uuids()[..1], "it has not come back");
+        job.checkpoints_again("checkpoint/job")?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Each of the two GPUs in the other one's place.
+fn exchanged(host: &GpuHost) -> String {
+    let uuids = host.uuids();
+    format!("{0}={1},{1}={0}", uuids[0], uuids[1])
+}
+
+/// What the driver alone loses is moved: a process on two GPUs whose owner asserts nothing. Its checkpoint is
+/// by the driver, and refused as before; so is the move of one without the library.
+fn a_process_on_two_gpus_exchanges_them(platform: Platform) -> Result<()> {
+    on([host(platform, "ip-two", 1)?], |[host]| {
+        let pairs = exchanged(host);
+        let exchange = ["firn", "move-gpu", "job", "--gpus", &pairs];
+        let arguments = ["--gpu", "0,1"];
+        let plain = Container::count_with(host, "job", &["0", "1"], 2, &[], &arguments)?;
+        plain.goes_on(3)?;
+        let refused = failure(host.node().run(&exchange))?;
+        ensure!(refused.contains("FIRN-PEER"), "{refused}");
+        plain.goes_on(3)?;
+        plain.remove()?;
+
+        let job = Container::count_with(host, "job", &["0", "1"], 2, &ANNOTATED, &arguments)?;
+        job.goes_on(3)?;
+        for _ in 0..2 {
+            host.node().run(&exchange)?;
+            job.goes_on(3)?;
+            ensure!(is_detached(&job)?, "a move by the driver");
+            ensure!(job.gpus_in_use()?.len() == 2, "{:?}", job.gpus_in_use()?);
+        }
+        let refused = failure(job.task(&["checkpoint"]))?;
+        ensure!(refused.contains("FIRN-PEER"), "{refused}");
+        job.goes_on(3)?;
+        job.remove()?;
+
+        // One with memory on the first of them shows that they are exchanged.
+        let job = Container::count_with(host, "job", &["0", "1"], 1, &ANNOTATED, &["--gpu", "0"])?;
+        job.goes_on(3)?;
+        for uuid in host.uuids().iter().rev() {
+            host.node().run(&exchange)?;
+            job.goes_on(3)?;
+            ensure!(is_detached(&job)?, "a move by the driver");
+            ensure!(job.gpus_in_use()? == [uuid.clone()], "it is not on {uuid}");
+        }
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// Where the library cannot take memory out the driver moves it, if it can: a process without the library.
+fn what_the_library_cannot_take_the_driver_moves(platform: Platform) -> Result<()> {
+    on([host(platform, "ip-less", 1)?], |[host]| {
+        let script = |gpus: &str| {
+            let counter = format!("gpu-counter --gpu {gpus} --out /counter.log --interval-ms 50 --mib 8");
+            format!("unset LD_PRELOAD; exec {counter}")
+        };
+        let job = Container::script(host, "job", &["0"], 1, &ANNOTATED, &script("0"))?;
+        job.goes_on(3)?;
+        host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"])?;
+        let job = job.moved_before();
+        job.goes_on(3)?;
+        ensure!(!is_detached(&job)?, "a process without the library");
+        job.remove()?;
+
+        let job = Container::script(host, "job", &["0", "1"], 2, &ANNOTATED, &script("0,1"))?;
+        job.goes_on(3)?;
+        let refused = failure(
+            host.node()
+                .run(&["firn", "move-gpu", "job", "--gpus", &exchanged(host)]),
+        )?;
+        ensure!(refused.contains("FIRN-PEER"), "{refused}");
+        job.goes_on(3)?;
+        job.remove()?;
+        host.idle()
+    })
+}
+
+/// One that ends while its memory is out leaves none.
+fn a_job_that_ends_meanwhile_leaves_no_memory(platform: Platform) -> Result<()> {
+    on([host(platform, "ip-end", 1)?], |[host]| {
+        let job = job(host, &ANNOTATED)?;
+        host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
+        failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+        host.no_faults()?;
+        ensure!(pieces_held(host)? > 0, "nobody keeps the memory");
+        job.task(&["kill", "--signal", "SIGKILL"])?;
+        job.becomes("STOPPED")?;
+        ensure!(pieces_held(host)? == 0, "the shim keeps memory");
         job.remove()?;
         host.idle()
     })
@@ -185,7 +350,12 @@ fn a_damaged_library_is_refused(platform: Platform) -> Result<()> {
 pub(crate) fn suite() -> matrix::Suite {
     matrix::Suite::new(&cases! {
         a_copy_has_the_library_of_its_source [FORKY, FORKY_V2, TRIXIE];
-        pauses_and_moves_are_as_without [FORKY, TRIXIE];
+        memory_moves_by_the_library [FORKY, FORKY_V2, TRIXIE];
+        a_move_that_fails_puts_memory_back [FORKY];
+        a_job_whose_memory_is_out_is_resumed [FORKY];
+        a_job_that_ends_meanwhile_leaves_no_memory [FORKY];
+        a_process_on_two_gpus_exchanges_them [FORKY];
+        what_the_library_cannot_take_the_driver_moves [FORKY];
         who_has_it_is_configured [FORKY];
         a_node_without_the_library_refuses [FORKY];
         a_damaged_library_is_refused [FORKY];

@@ -5,6 +5,7 @@ mod image;
 mod inspection;
 mod kept_image;
 mod manifest;
+mod pieces;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -110,6 +111,10 @@ pub(super) struct Progress {
     met: usize,
     /// GPUs that processes without CUDA have inherited, as the last inspection found.
     inherited: Vec<Inherited>,
+    /// It was tried to take GPU memory out of the processes.
+    is_detach_tried: bool,
+    /// The processes whose memory is out have next to nothing left for the driver.
+    is_context_left: bool,
     /// Whether a process may be in cuInit, as the last inspection found.
     is_starting: bool,
     /// Whether CRIU has to make links of files whose name was deleted, as the last inspection found.
@@ -522,6 +527,14 @@ impl Device for ContainerEffects<'_> {
             None => Ok(()),
             Some(hold) => unless_cancelled(self.transaction.cancel(), hold.release()).await,
         }
+    }
+
+    async fn gpu_detach(&mut self, pids: &[i32]) -> Result<(), EffectError> {
+        self.detach(pids).await
+    }
+
+    async fn gpu_attach(&mut self) -> Result<(), EffectError> {
+        self.attach().await
     }
 
     async fn gpu_lock(&mut self, pids: &[i32]) -> Result<(), EffectError> {

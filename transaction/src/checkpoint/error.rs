@@ -142,7 +142,7 @@ pub enum EffectError {
     #[error("there is no journal of its checkpoint")]
     #[problem("FIRN-JOURNAL", "kill and delete it")]
     NoJournal,
-    #[error("a move has failed, and its processes have GPU state of different GPUs")]
+    #[error("a move has failed, and its processes have GPU state in different places")]
     #[problem("FIRN-GPU-SPLIT", "resume it first (`ctr tasks resume`)")]
     Split,
     #[error(transparent)]

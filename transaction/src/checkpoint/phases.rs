@@ -134,7 +134,11 @@ impl<'e, E: Dump> Begun<'e, E> {
             }
             return Err(refused(source));
         }
-        let locked = self.effects.gpu_lock(&pids).await;
+        let detached = self.effects.gpu_detach(&pids).await;
+        let locked = match detached {
+            Ok(()) => self.effects.gpu_lock(&pids).await,
+            failed => failed,
+        };
         let at = Locked {
             at: self,
             locked: processes.clone(),
@@ -350,7 +354,9 @@ pub(crate) async fn park<E: Dump>(
 pub(crate) async fn unpark<E: Device>(effects: &mut E, processes: &[CudaProcess]) -> Result<(), E::Error> {
     note(effects, Phase::GpuRestore).await;
     if processes.is_empty() {
-        return effects.thaw().await;
+        effects.thaw().await?;
+        // Its CUDA processes may have ended since their memory was taken out.
+        return effects.gpu_attach().await;
     }
     let back = Rollback {
         locked: processes,
@@ -483,7 +489,8 @@ async fn attempt<E: Device>(
     if back.was_frozen {
         refreeze(effects).await;
     }
-    effects.release().await.map_err(Obstacle::Other)
+    effects.release().await.map_err(Obstacle::Other)?;
+    effects.gpu_attach().await.map_err(Obstacle::Other)
 }
 
 /// Brings every process from the state that the driver reports to running.

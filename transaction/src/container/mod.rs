@@ -12,6 +12,7 @@ mod process;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 use firn_gpu::Backend;
@@ -32,6 +33,7 @@ use firn_process::tracer::{TraceError, TracedThreads};
 
 use crate::options::RuncOptions;
 use crate::parked::Parked;
+use crate::pieces::Pieces;
 use crate::prepared_restore::PreparedRestore;
 use crate::runc::Runc;
 use crate::steps::Follower;
@@ -53,6 +55,8 @@ pub struct Container {
     held: Mutex<Option<TracedThreads>>,
     /// The checkpoint or restore in progress. Who begins it holds the operation lock.
     pub transaction: Slot,
+    /// GPU memory that is out of its processes: it is kept here for the same reason.
+    pieces: Mutex<Option<Pieces>>,
     /// What is known of a container that its client has parked.
     parked: Mutex<Option<Parked>>,
     /// The hook of the job that Resume calls.
@@ -69,6 +73,31 @@ pub struct Container {
     pub oom: OnceLock<Arc<OomWatch>>,
     /// Number of calls in progress that signal init.
     kills: watch::Sender<usize>,
+}
+
+/// GPU memory that is out of its processes, while it is put back.
+pub(crate) struct HeldPieces<'c> {
+    pieces: Option<Pieces>,
+    kept: &'c Mutex<Option<Pieces>>,
+}
+
+impl HeldPieces<'_> {
+    pub(crate) fn pieces(&mut self) -> &mut Pieces {
+        self.pieces.as_mut().expect("it is there until the end")
+    }
+
+    /// All is back.
+    pub(crate) fn forget(mut self) {
+        self.pieces = None;
+    }
+}
+
+impl Drop for HeldPieces<'_> {
+    fn drop(&mut self) {
+        if let Some(pieces) = self.pieces.take() {
+            *lock(self.kept) = Some(pieces);
+        }
+    }
 }
 
 /// A call in progress that signals init.
@@ -134,6 +163,7 @@ impl Container {
             operation: tokio::sync::RwLock::new(()),
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
+            pieces: Mutex::new(None),
             parked: Mutex::new(None),
             transaction: Slot::default(),
             pending_hook: Mutex::new(None),
@@ -297,6 +327,38 @@ impl Container {
     ) -> Option<impl Future<Output = Result<(), TraceError>> + Send + use<>> {
         let held = lock(&self.held);
         held.as_ref().map(|held| held.end_criu_code(pids, limit))
+    }
+
+    /// Keeps GPU memory that is about to leave its processes.
+    pub(crate) fn put_pieces(&self, pieces: Pieces) {
+        *lock(&self.pieces) = Some(pieces);
+    }
+
+    /// The GPU memory that is out of its processes; it is kept again unless [`HeldPieces::forget`] is called.
+    pub(crate) fn hold_pieces(&self) -> Option<HeldPieces<'_>> {
+        let pieces = lock(&self.pieces).take()?;
+        let kept = &self.pieces;
+        Some(HeldPieces {
+            pieces: Some(pieces),
+            kept,
+        })
+    }
+
+    /// The processes whose GPU memory is out of them.
+    pub(crate) fn without_memory(&self) -> Vec<i32> {
+        lock(&self.pieces).as_ref().map(Pieces::pids).unwrap_or_default()
+    }
+
+    /// Whether GPU memory is out of its processes.
+    pub(crate) fn has_pieces(&self) -> bool {
+        lock(&self.pieces).is_some()
+    }
+
+    /// Its processes have ended: their GPU memory is freed. Nobody waits for that, as it may take its time.
+    pub fn free_pieces(&self) {
+        if let Some(pieces) = lock(&self.pieces).take() {
+            thread::spawn(move || drop(pieces));
+        }
     }
 
     /// Takes the held threads.

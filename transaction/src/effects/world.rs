@@ -74,6 +74,10 @@ pub(crate) struct World {
     pub phases: Vec<Phase>,
     /// There are processes.
     pub exists: bool,
+    /// It was frozen at the begin: nothing is taken out of it.
+    pub was_frozen: bool,
+    /// GPU memory is out of the processes.
+    pub out: bool,
     /// A restore: CRIU has left the processes stopped.
     pub stopped: bool,
     /// A restore: the restore threads run.
@@ -90,6 +94,7 @@ impl World {
     pub fn new(pids: impl IntoIterator<Item = i32>, frozen: bool) -> Self {
         Self {
             frozen,
+            was_frozen: frozen,
             states: pids.into_iter().map(|pid| (pid, CudaState::Running)).collect(),
             exists: true,
             ..Self::default()
@@ -161,6 +166,7 @@ impl World {
         let freezer = self.frozen || self.freezing;
         assert_eq!(freezer, was_frozen, "freezer: {:?}", self.calls);
         assert!(!self.held, "still held: {:?}", self.calls);
+        assert!(!self.out, "GPU memory is out: {:?}", self.calls);
     }
 
     /// No thread runs but those that nothing could stop, and none stays held.
@@ -315,6 +321,29 @@ impl Device for World {
     async fn release(&mut self) -> Result<(), Injected> {
         self.call("release")?;
         self.held = false;
+        Ok(())
+    }
+
+    async fn gpu_detach(&mut self, pids: &[i32]) -> Result<(), Injected> {
+        assert!(!self.frozen && !self.held, "the library's threads do not run");
+        let called = self.call("gpu_detach");
+        // What fails may have taken a part out.
+        self.out = !self.was_frozen && !self.ended && !pids.is_empty();
+        called
+    }
+
+    async fn gpu_attach(&mut self) -> Result<(), Injected> {
+        let runs = !self.frozen && !self.held;
+        assert!(
+            !self.out || runs,
+            "the library's threads do not run: {:?}",
+            self.calls
+        );
+        let is_running = |state: &CudaState| *state == CudaState::Running;
+        let all_run = self.states.values().all(is_running);
+        assert!(!self.out || all_run, "the driver is locked: {:?}", self.calls);
+        self.call("gpu_attach")?;
+        self.out = false;
         Ok(())
     }
 

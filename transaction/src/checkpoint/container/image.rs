@@ -36,7 +36,9 @@ impl Dump for ContainerEffects<'_> {
         }
         let pids = self.cgroup.pids()?;
         let cuda = match &parked {
-            Some(parked) if !parked.is_whole() => return Err(EffectError::Split),
+            Some(parked) if !parked.is_whole() || self.transaction.container.has_pieces() => {
+                return Err(EffectError::Split);
+            }
             Some(parked) => parked.processes.clone(),
             None if !self.transaction.container.traits.has_nvidia() => Vec::new(),
             None => unless_cancelled(self.transaction.cancel(), self.gpu.discover(pids.clone())).await?,

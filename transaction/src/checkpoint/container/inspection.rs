@@ -157,6 +157,7 @@ impl ContainerEffects<'_> {
             may_start,
             criu_plugin: self.criu_plugin.is_some(),
             inherited: Some(self.transaction.container.bundle.join(names::BUNDLE_INHERITED)),
+            taken_out: self.taken_out(cuda),
             refused_before: Some(self.transaction.container.bundle.join(names::BUNDLE_REFUSED)),
             tmpfs: self.source().tmpfs.clone(),
             seccomp_agent: self.source().seccomp_agent,
@@ -202,7 +203,9 @@ impl ContainerEffects<'_> {
         let in_use = self.source().gpu_memory_in_use;
         let pids: Vec<i32> = cuda.iter().map(|process| process.pid).collect();
         let mut gpu_memory = 0;
-        if !pids.is_empty() && self.progress.parked.is_none() {
+        // What is not copied into the host's memory needs none of it.
+        let is_copied = self.taken_out(cuda).len() < pids.len();
+        if is_copied && self.progress.parked.is_none() {
             let known = unless_cancelled(self.transaction.cancel(), self.gpu.memory(&pids)).await?;
             gpu_memory = if known.is_empty() {
                 // On some virtual machines NVML reports no memory per process: then all that is in use on the

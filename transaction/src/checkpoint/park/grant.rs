@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use firn_gpu::{DeviceNode, Gpu, GpuUuid, Inventory, SourceGpu};
+use firn_gpu::{DeviceNode, Gpu, GpuPair, GpuUuid, Inventory, SourceGpu};
 use firn_oci::dev_repair::{self, DevError};
 use firn_oci::{Spec, edit};
 use firn_process::OrWarn;
@@ -85,6 +85,15 @@ impl NewGrant {
             at.map_or_else(|| old.clone(), |at| self.to[at].clone())
         };
         old.iter().map(new).collect()
+    }
+
+    /// The GPUs before, each with the one after.
+    pub(super) fn pairs(&self) -> Vec<GpuPair> {
+        let pair = |(old, new): (&SourceGpu, &SourceGpu)| GpuPair {
+            old: old.uuid.clone(),
+            new: new.uuid.clone(),
+        };
+        self.from.iter().zip(&self.to).map(pair).collect()
     }
 
     /// Whether no GPU changes.

@@ -163,7 +163,9 @@ async fn after_panic(container: &Container, reaper: &Reaper) -> ParkError {
     // Order matters: held threads are released when they cannot run any more.
     drop(container.take_held());
     container.set_state(InitState::Parked);
-    if let Some(spec) = Spec::load(&container.bundle).or_log() {
+    if container.has_pieces() {
+        note_gpus(container).await;
+    } else if let Some(spec) = Spec::load(&container.bundle).or_log() {
         give_free(container, &spec).await;
     }
     if let Some(journal) = Journal::resume(&container.bundle).await.or_log() {

@@ -144,6 +144,7 @@ async fn run_move(effects: &mut ContainerEffects<'_>, wanted: &Wanted) -> Result
     let busy = busy(&spec, effects, wanted).map_err(refuse)?;
     grant.check(effects).await.map_err(refuse)?;
     take(effects, lease, own, &[], busy).await.map_err(refuse)?;
+    effects.prepare_copies(&grant.pairs()).await.map_err(refuse)?;
     match park(effects).await {
         Ok((parked, _)) => {
             container.put_parked(Some(parked.clone()));
@@ -243,6 +244,8 @@ async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<()
     set_gpus(effects, grant.in_order_of(&before.gpus));
     let restored = restore(effects).await;
     if restored.is_err() && !effects.is_ended() && is_parked(effects) {
+        // Order matters: the worker may have memory of its own on the old GPUs.
+        effects.gpu.end().await;
         grant.revert(effects).await;
         set_gpus(effects, before.gpus);
     }
@@ -252,6 +255,7 @@ async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<()
 /// The driver restores the GPU state onto the container's GPUs, and the container continues. After an error
 /// all of it is parked again, if that can be done.
 async fn restore(effects: &mut ContainerEffects<'_>) -> Result<(), EffectError> {
+    effects.copy_pieces().await?;
     let processes = parked(effects)?.processes.clone();
     let Err(error) = phases::unpark(effects, &processes).await else {
         return Ok(());
@@ -330,7 +334,7 @@ async fn stays_parked(effects: &mut ContainerEffects<'_>, cause: EffectError) ->
     }
     container.set_state(InitState::Parked);
     if let Some(parked) = &mut effects.progress.parked {
-        if parked.partly {
+        if parked.partly || container.has_pieces() {
             note_gpus(container).await;
         } else if let Ok(spec) = load(container) {
             let sharers = give_free(container, &spec).await;

@@ -136,7 +136,7 @@ fn any_single_failure_leaves_the_workload_as_before() {
             }
             is_as_promised(&mut world, result, was_frozen);
         }
-        assert_eq!(failed.len(), 22, "not every effect was made to fail: {failed:?}");
+        assert_eq!(failed.len(), 24, "not every effect was made to fail: {failed:?}");
     }
 }
 
