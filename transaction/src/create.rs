@@ -58,6 +58,8 @@ pub struct PreparedBundle {
     pub restore: Option<PreparedRestore>,
     /// Why a container that its pod wanted to have restored is created without its checkpoint.
     pub fallback: Option<PrepareError>,
+    /// Annotations without effect, a line for each.
+    pub warnings: Vec<String>,
 }
 
 /// Why a container is not created. Nothing has been started.
@@ -80,13 +82,21 @@ pub enum PrepareError {
 /// A pod's annotations may name a checkpoint for the container. If that cannot be restored, and they allow
 /// it, the container is created without.
 pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
+    let (given, warnings) = given(request.bundle)?;
+    for warning in &warnings {
+        log::warn!("container {}: {warning}", request.id);
+    }
+    let prepared = prepare_given(given, request).await?;
+    Ok(PreparedBundle { warnings, ..prepared })
+}
+
+async fn prepare_given(given: Spec, request: Request<'_>) -> Result<PreparedBundle, PrepareError> {
     let Request {
         bundle,
         image,
         reaper,
         ..
     } = request;
-    let given = given(request.id, bundle)?;
     let mut labels = Labels::Due(request.labels);
     let attempt = Attempt {
         id: request.id,
@@ -135,19 +145,22 @@ pub async fn prepare(request: Request<'_>) -> Result<PreparedBundle, PrepareErro
     Ok(prepared)
 }
 
-/// The spec that a client has put into the bundle. What firn notes for itself is not taken from it.
-fn given(id: &str, bundle: &Path) -> Result<Spec, SpecError> {
+/// The spec that a client has put into the bundle, and what of its annotations has no effect. What firn notes
+/// for itself is not taken from it.
+fn given(bundle: &Path) -> Result<(Spec, Vec<String>), SpecError> {
     let mut given = Spec::load(bundle)?;
+    let mut warnings = Vec::new();
     let internal = edit::drop_internal_annotations(&mut given)?;
     if !internal.is_empty() {
         let internal = internal.join(", ");
-        log::warn!("container {id}: annotations that no spec may have are removed: {internal}");
+        warnings.push(format!(
+            "annotations that no spec may have are removed: {internal}"
+        ));
         given.save(bundle)?;
     }
-    for wrong in annotations::with_unknown_values(&given) {
-        log::warn!("container {id}: annotation {wrong}");
-    }
-    Ok(given)
+    let wrong = annotations::with_unknown_values(&given).into_iter();
+    warnings.extend(wrong.map(|wrong| format!("annotation {wrong}")));
+    Ok((given, warnings))
 }
 
 fn refused(id: &str, image: &Path, cause: impl Into<Refusal>) -> PrepareError {
@@ -282,6 +295,7 @@ impl Attempt<'_> {
             runc,
             restore,
             fallback: None,
+            warnings: Vec::new(),
         })
     }
 }

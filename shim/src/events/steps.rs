@@ -10,6 +10,9 @@ use super::Publisher;
 
 const TYPE: &str = "containerd.types.transfer.Progress";
 
+/// Characters of a warning.
+const LONGEST: usize = 1024;
+
 /// Fields of that type.
 mod field {
     pub(super) const EVENT: u32 = 1;
@@ -37,6 +40,12 @@ impl Publisher {
             Err(Some(code)) => format!("failed: {code}"),
         };
         self.progress(container, operation, &outcome, 0, 0);
+    }
+
+    /// Publishes what of a new container has no effect.
+    pub fn publish_warning(&self, container: &str, warning: &str) {
+        let event: String = warning.chars().take(LONGEST).collect();
+        self.progress(container, "create", &format!("warning: {event}"), 0, 0);
     }
 
     fn progress(&self, container: &str, operation: &str, event: &str, done: u64, all: u64) {

@@ -143,6 +143,9 @@ async fn build_mounted(
         Ok(prepared) => prepared,
         Err(error) => return Err(refused(service, transaction, error.into())),
     };
+    for warning in &prepared.warnings {
+        service.publisher.publish_warning(&request.id, warning);
+    }
     if let Some(refusal) = prepared.fallback {
         let code = TaskError::from(refusal).of_firn();
         let transaction = service.begin(Operation::Restore, &request.id);

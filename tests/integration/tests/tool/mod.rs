@@ -114,6 +114,7 @@ fn annotations_without_effect_are_named(platform: Platform) -> Result<()> {
             "firn.dev/exec=omit",
         ];
         let options = options.map(|annotation| ["--annotation", annotation]).concat();
+        let mut events = host.watch_events()?;
         let job = Container::count_with(host, "job", &["0"], 1, &options, &[])?;
         let wrong = "firn.dev/tcp is \"Close\", and can be refuse, close, keep, auto";
         let log = wait_for("the last warning", LIMIT, || {
@@ -131,6 +132,15 @@ fn annotations_without_effect_are_named(platform: Platform) -> Result<()> {
             ensure!(is_shown, "no {name}: {named}");
         }
         ensure!(!audit.stdout.contains("firn.dev/exec"), "{}", audit.stdout);
+        let lines = events.until("annotation firn.dev/tcp is")?;
+        for part in ["firn.dev/pausd", "annotation firn.dev/tcp is"] {
+            let is_event = |line: &&String| line.contains(" /firn/create ") && line.contains("warning: ");
+            let mut shown = lines.iter().filter(is_event);
+            ensure!(
+                shown.any(|line| line.contains(part)),
+                "no event of {part}: {lines:?}"
+            );
+        }
         job.remove()?;
         host.idle()
     })
