@@ -1,7 +1,8 @@
 """What loses a job on a real driver or a real disk: refused before anything is touched, or rolled back.
 
 The driver restores no process in which a GPU may access another GPU's allocations of 512 MiB and more: `pipeline` is such
-a training, and `pipeline-host` one that copies through the host instead and asserts that. A file system that takes all
+a training, and `pipeline-host` one that copies through the host instead and asserts that. With firn's library
+(`--interpose`) it exchanges its GPUs while it runs: `pipeline-moved`. A file system that takes all
 that is written, and loses it when it reaches the device, must not cost a job that ends with its checkpoint: `failing-disk`.
 """
 
@@ -11,6 +12,7 @@ import subprocess
 
 import cases
 import firn_cli
+import live_moves
 import moves
 from cases import Case
 from host import Container, Failed
@@ -25,6 +27,7 @@ def all_cases(args):
     return [
         Case("pipeline", 180, 2, pipeline, ("traps",)),
         Case("pipeline-host", 240, 2, through_the_host, ("traps",)),
+        Case("pipeline-moved", 180, 2, moved, ("traps", "asked-for")),
         Case("failing-disk", int(120 + 5 * args.failing_gib), 1, lambda setup, end, record: failing_disk(
             setup, end, record, args.failing_gib), ("traps", "asked-for")),
     ]
@@ -77,6 +80,33 @@ def pipeline(setup, end, record):
         record.update(iter_after=STEPS - 1, losses_equal=len(found))
     finally:
         cases.clean_up(setup, [container], image)
+
+
+def moved(setup, end, record):
+    """With firn's library it exchanges its GPUs twice while it trains, and its losses are those of an uninterrupted run."""
+    uuids = [gpu["uuid"] for gpu in setup.gpus][:2]
+    expected = reference(setup, end, "pipeline-moved", "peer", uuids)
+    container = Container(setup.host, "pipeline-moved")
+    workload = training(setup, "peer")
+    pairs = ",".join(f"{old}={new}" for old, new in moves.rotation(uuids).items())
+    spent = []
+    record.update(gib=2, counters=1, uuid_before=uuids)
+    try:
+        container.run(setup.runtime, workload.image, workload.argv, end, workload.ctr_options(uuids))
+        for step in (INTERRUPT_AT, 2 * INTERRUPT_AT):
+            end.until(f"step {step}", lambda: cases.reached(container, step), 90)
+            seconds, timings = live_moves.move(container, pairs, end)
+            spent.append(seconds)
+            if "gpu-attach" not in timings:
+                raise Failed(f"the library took nothing out: {timings}")
+        record["move_ms"] = timings
+        found = played_out(container, end)
+        if found != expected:
+            raise Failed(f"after {len(spent)} moves the losses differ: {compare(expected, found)}")
+        record.update(move_s=spent, iter_before=INTERRUPT_AT, iter_after=STEPS - 1, losses_equal=len(found), uuid_after=uuids[::-1])
+        record["table"] = [f"pipeline-moved: moves of {', '.join(f'{seconds:.2f}' for seconds in spent)} s, losses equal"]
+    finally:
+        cases.clean_up(setup, [container])
 
 
 def compare(expected, found):
