@@ -91,34 +91,51 @@ fn a_copy_has_the_library_of_its_source(platform: Platform) -> Result<()> {
     )
 }
 
-/// A pause is by the driver alone. For a move the library takes the memory out, and firn-gpu copies it.
+/// A pause is by the driver alone, and so is a move to a GPU that the container did not have. For an exchange
+/// of its GPUs the library takes the memory out, and firn-gpu copies it.
 fn memory_moves_by_the_library(platform: Platform) -> Result<()> {
     on([host(platform, "ip-moves", 1)?], |[host]| {
         let options = [&ANNOTATED[..], &["--annotation", "firn.dev/pause=release-gpu"]].concat();
-        let job = job(host, &options)?;
-        job.task(&["pause"])?;
-        job.task(&["resume"])?;
-        job.goes_on(3)?;
-        ensure!(!is_detached(&job)?, "a pause by the library");
-        let uuids = host.uuids();
-        let mut job = job;
-        for gpu in [1, 0, 1] {
-            let to = gpu.to_string();
-            host.node().run(&["firn", "move-gpu", "job", "--gpus", &to])?;
-            job = job.moved_before();
+        let one = job(host, &options)?;
+        one.task(&["pause"])?;
+        one.task(&["resume"])?;
+        one.goes_on(3)?;
+        ensure!(!is_detached(&one)?, "a pause by the library");
+        host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"])?;
+        let one = one.moved_before();
+        one.goes_on(3)?;
+        ensure!(!is_detached(&one)?, "another GPU by the library");
+        one.remove()?;
+
+        let job = on_first_of_two(host)?;
+        for uuid in host.uuids().iter().rev().chain(host.uuids().iter().rev()) {
+            exchange(host)?;
             job.goes_on(3)?;
             ensure!(is_detached(&job)?, "a move by the driver");
-            let used = job.gpus_in_use()?;
-            ensure!(used == [uuids[gpu].clone()], "{used:?}");
+            ensure!(job.gpus_in_use()? == [uuid.clone()], "it is not on {uuid}");
             ensure!(audited(host)? == (1, 1), "the audit sees none");
         }
-        ensure!(host.gpu_memory()?[0] == 0, "memory is left on the old GPU");
+        ensure!(host.gpu_memory()?[1] == 0, "memory is left on the old GPU");
         ensure!(pieces_held(host)? == 0, "the shim keeps memory");
         // What was moved is checkpointed as before.
         job.checkpoints_again("checkpoint/job")?;
         job.remove()?;
         host.idle()
     })
+}
+
+/// A job with memory on the first of its two GPUs.
+fn on_first_of_two(host: &GpuHost) -> Result<Container<'_>> {
+    let job = Container::count_with(host, "job", &["0", "1"], 1, &ANNOTATED, &["--gpu", "0"])?;
+    job.goes_on(3)?;
+    Ok(job)
+}
+
+fn exchange(host: &GpuHost) -> Result<()> {
+    let pairs = exchanged(host);
+    host.node()
+        .run(&["firn", "move-gpu", "job", "--gpus", &pairs])
+        .map(drop)
 }
 
 /// Whether the last transaction took memory out and put it back.
@@ -137,13 +154,13 @@ fn pieces_held(host: &GpuHost) -> Result<usize> {
 /// The driver fails in each of its calls while the memory is out: the job continues where it was.
 fn a_move_that_fails_puts_memory_back(platform: Platform) -> Result<()> {
     on([host(platform, "ip-back", 1)?], |[host]| {
-        let job = job(host, &ANNOTATED)?;
+        let job = on_first_of_two(host)?;
         let before = host.uuids()[..1].to_vec();
         for call in ["lock", "checkpoint", "restore"] {
             let times = if call == "restore" { "2" } else { "1" };
             let error = ["--error", "CUDA_ERROR_UNKNOWN", "--times", times];
             host.fault(&[&["--call", call][..], &error].concat())?;
-            let output = failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+            let output = failure(exchange(host))?;
             ensure!(output.contains("FIRN-"), "{output}");
             host.no_faults()?;
             job.goes_on(3)?;
@@ -151,8 +168,7 @@ fn a_move_that_fails_puts_memory_back(platform: Platform) -> Result<()> {
             ensure!(job.status()? == "RUNNING", "after {call}");
             ensure!(job.gpus_in_use()? == before, "after {call}");
         }
-        host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"])?;
-        let job = job.moved_before();
+        exchange(host)?;
         job.goes_on(3)?;
         job.remove()?;
         host.idle()
@@ -163,9 +179,9 @@ fn a_move_that_fails_puts_memory_back(platform: Platform) -> Result<()> {
 /// checkpointed, and continues when it is resumed.
 fn a_job_whose_memory_is_out_is_resumed(platform: Platform) -> Result<()> {
     on([host(platform, "ip-out", 1)?], |[host]| {
-        let job = job(host, &ANNOTATED)?;
+        let job = on_first_of_two(host)?;
         host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
-        let output = failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+        let output = failure(exchange(host))?;
         ensure!(output.contains("FIRN-"), "{output}");
         ensure!(job.status()? == "PAUSED", "it runs without its memory");
         job.stands_still()?;
@@ -191,12 +207,10 @@ fn exchanged(host: &GpuHost) -> String {
 /// by the driver, and refused as before; so is the move of one without the library.
 fn a_process_on_two_gpus_exchanges_them(platform: Platform) -> Result<()> {
     on([host(platform, "ip-two", 1)?], |[host]| {
-        let pairs = exchanged(host);
-        let exchange = ["firn", "move-gpu", "job", "--gpus", &pairs];
         let arguments = ["--gpu", "0,1"];
         let plain = Container::count_with(host, "job", &["0", "1"], 2, &[], &arguments)?;
         plain.goes_on(3)?;
-        let refused = failure(host.node().run(&exchange))?;
+        let refused = failure(exchange(host))?;
         ensure!(refused.contains("FIRN-PEER"), "{refused}");
         plain.goes_on(3)?;
         plain.remove()?;
@@ -204,7 +218,7 @@ fn a_process_on_two_gpus_exchanges_them(platform: Platform) -> Result<()> {
         let job = Container::count_with(host, "job", &["0", "1"], 2, &ANNOTATED, &arguments)?;
         job.goes_on(3)?;
         for _ in 0..2 {
-            host.node().run(&exchange)?;
+            exchange(host)?;
             job.goes_on(3)?;
             ensure!(is_detached(&job)?, "a move by the driver");
             ensure!(job.gpus_in_use()?.len() == 2, "{:?}", job.gpus_in_use()?);
@@ -212,17 +226,6 @@ fn a_process_on_two_gpus_exchanges_them(platform: Platform) -> Result<()> {
         let refused = failure(job.task(&["checkpoint"]))?;
         ensure!(refused.contains("FIRN-PEER"), "{refused}");
         job.goes_on(3)?;
-        job.remove()?;
-
-        // One with memory on the first of them shows that they are exchanged.
-        let job = Container::count_with(host, "job", &["0", "1"], 1, &ANNOTATED, &["--gpu", "0"])?;
-        job.goes_on(3)?;
-        for uuid in host.uuids().iter().rev() {
-            host.node().run(&exchange)?;
-            job.goes_on(3)?;
-            ensure!(is_detached(&job)?, "a move by the driver");
-            ensure!(job.gpus_in_use()? == [uuid.clone()], "it is not on {uuid}");
-        }
         job.remove()?;
         host.idle()
     })
@@ -259,9 +262,9 @@ fn what_the_library_cannot_take_the_driver_moves(platform: Platform) -> Result<(
 /// One that ends while its memory is out leaves none.
 fn a_job_that_ends_meanwhile_leaves_no_memory(platform: Platform) -> Result<()> {
     on([host(platform, "ip-end", 1)?], |[host]| {
-        let job = job(host, &ANNOTATED)?;
+        let job = on_first_of_two(host)?;
         host.fault(&["--call", "restore", "--error", "CUDA_ERROR_UNKNOWN"])?;
-        failure(host.node().run(&["firn", "move-gpu", "job", "--gpus", "1"]))?;
+        failure(exchange(host))?;
         host.no_faults()?;
         ensure!(pieces_held(host)? > 0, "nobody keeps the memory");
         job.task(&["kill", "--signal", "SIGKILL"])?;

@@ -42,6 +42,7 @@ use crate::parked::{Parked, RestoreCall};
 use crate::phase::Phase;
 use crate::transaction::{Means, Transaction};
 use copying::Copied;
+pub(super) use pieces::is_exchange;
 
 /// How many pids a request to the worker has at most as well as those it names: eight bytes each.
 const MOST_PIDS: usize = 100_000;

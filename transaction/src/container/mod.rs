@@ -11,6 +11,7 @@ mod process;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
@@ -57,6 +58,8 @@ pub struct Container {
     pub transaction: Slot,
     /// GPU memory that is out of its processes: it is kept here for the same reason.
     pieces: Mutex<Option<Pieces>>,
+    /// Its processes may have GPUs that they did not begin with.
+    has_other_gpus: AtomicBool,
     /// What is known of a container that its client has parked.
     parked: Mutex<Option<Parked>>,
     /// The hook of the job that Resume calls.
@@ -164,6 +167,7 @@ impl Container {
             checkpoint: Mutex::new(checkpoint),
             held: Mutex::new(None),
             pieces: Mutex::new(None),
+            has_other_gpus: AtomicBool::new(state == InitState::CreatedCheckpoint),
             parked: Mutex::new(None),
             transaction: Slot::default(),
             pending_hook: Mutex::new(None),
@@ -327,6 +331,16 @@ impl Container {
     ) -> Option<impl Future<Output = Result<(), TraceError>> + Send + use<>> {
         let held = lock(&self.held);
         held.as_ref().map(|held| held.end_criu_code(pids, limit))
+    }
+
+    /// Its processes get GPUs that they did not begin with.
+    pub(crate) fn put_other_gpus(&self) {
+        self.has_other_gpus.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether its processes may have GPUs that they did not begin with, also those of a restored container.
+    pub(crate) fn has_other_gpus(&self) -> bool {
+        self.has_other_gpus.load(Ordering::Relaxed)
     }
 
     /// Keeps GPU memory that is about to leave its processes.

@@ -266,8 +266,8 @@ impl Process {
         }
     }
 
-    /// A piece of a descriptor. Of a GPU that this process cannot open there is none: seen of driver 580.
-    /// Other descriptors were not measured.
+    /// A piece of a descriptor. Of a GPU that this process cannot open there is none, nor of one that it has
+    /// got by a restore and did not have at cuInit: seen of driver 580. Other descriptors were not measured.
     pub(crate) fn import_piece(&mut self, descriptor: BorrowedFd<'_>) -> Result<u64, Error> {
         let link = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
         let link = fs::read_link(link).map_err(|_| Error::INVALID_VALUE)?;
@@ -275,7 +275,8 @@ impl Process {
         let uuid = name.and_then(|name| name.strip_prefix(NAME)?.strip_suffix(" (deleted)"));
         let uuid = uuid.ok_or(Error::INVALID_VALUE)?;
         let gpu = self.current.iter().position(|gpu| gpu.to_string() == uuid);
-        let gpu = gpu.ok_or(Error::INVALID_DEVICE)?;
+        let had = self.seen.iter().any(|gpu| gpu.uuid.to_string() == uuid);
+        let gpu = gpu.filter(|_| had).ok_or(Error::INVALID_DEVICE)?;
         let file = descriptor.try_clone_to_owned().map(File::from);
         let file = file.map_err(|_| Error::OPERATING_SYSTEM)?;
         let size = file.metadata().map_err(|_| Error::OPERATING_SYSTEM)?.len();

@@ -199,12 +199,17 @@ impl ContainerEffects<'_> {
     }
 
     /// Makes the worker ready to copy memory onto these GPUs, if they have room for it: both take their time.
-    /// The driver copies where they do not.
+    /// The driver copies where they do not, and where the container has not had them.
     pub(in crate::checkpoint) async fn prepare_copies(
         &mut self,
         pairs: &[GpuPair],
     ) -> Result<(), EffectError> {
         if !self.detaches() {
+            return Ok(());
+        }
+        // A process imports no memory of a GPU that it has only by a restore: seen of driver 580.
+        if !is_exchange(pairs) || self.transaction.container.has_other_gpus() {
+            self.progress.is_detach_tried = true;
             return Ok(());
         }
         match self.try_prepare_copies(pairs).await {
@@ -272,6 +277,12 @@ impl ContainerEffects<'_> {
         pieces.copied_to = gpus;
         Ok(())
     }
+}
+
+/// Whether no GPU is new.
+pub(in crate::checkpoint) fn is_exchange(pairs: &[GpuPair]) -> bool {
+    let had = |new: &GpuUuid| pairs.iter().any(|pair| pair.old == *new);
+    pairs.iter().all(|pair| had(&pair.new))
 }
 
 /// How many pieces the shim may hold, with a copy of each.

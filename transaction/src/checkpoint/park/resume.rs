@@ -15,7 +15,7 @@ use super::{
     unless_panicked,
 };
 use crate::checkpoint::Request;
-use crate::checkpoint::container::{ContainerEffects, Progress};
+use crate::checkpoint::container::{ContainerEffects, Progress, is_exchange};
 use crate::checkpoint::error::EffectError;
 use crate::checkpoint::phases;
 use crate::container::{Container, InitState};
@@ -239,6 +239,9 @@ async fn left_with(effects: &mut ContainerEffects<'_>) -> Result<Option<Moved>, 
 async fn onto(effects: &mut ContainerEffects<'_>, grant: &NewGrant) -> Result<(), EffectError> {
     refuse_open(effects, grant.given_up()).await?;
     effects.enter(Phase::Grant).await?;
+    if !is_exchange(&grant.pairs()) {
+        effects.transaction.container.put_other_gpus();
+    }
     grant.apply(effects).await?;
     let before = parked(effects)?.clone();
     set_gpus(effects, grant.in_order_of(&before.gpus));
