@@ -90,9 +90,14 @@ impl Interposed {
         self.does(pid, "detach", Request::Detach { wait })
     }
 
-    /// Opens the gate.
+    /// Opens the gate. A process that runs another program by now has none that is shut.
     pub(super) fn open(&self, pid: i32) -> ProcessReply {
-        self.does(pid, "open", Request::Open)
+        let call = "open";
+        let open = || match self.process(pid)? {
+            Some(mut process) => demand(&mut process, call, Request::Open),
+            None => self.expect_gone(pid, call),
+        };
+        reply(pid, open())
     }
 
     /// Gives it pieces, of which the first has this index. A process that runs another program by now has
@@ -101,9 +106,7 @@ impl Interposed {
         let call = "attach";
         let attach = || {
             let Some(mut process) = self.process(pid)? else {
-                if self.is_hidden(pid)? {
-                    return Err(failed(call, &io::Error::other("nothing: it cannot be reached")));
-                }
+                self.expect_gone(pid, call)?;
                 return Ok(ProcessReply::of(pid));
             };
             let answer = process.attach(from, pieces, wait);
@@ -122,12 +125,13 @@ impl Interposed {
         attach().unwrap_or_else(|error| ProcessReply::failed(pid, error))
     }
 
-    fn is_hidden(&self, pid: i32) -> Result<bool, DriverError> {
+    /// Fails if the process has the library, and only cannot be reached at the moment.
+    fn expect_gone(&self, pid: i32, call: &str) -> Result<(), DriverError> {
         let hidden = Pid::from_raw(pid).map(|number| self.0.is_hidden(number));
         match hidden {
-            None => Ok(false),
-            Some(Err(_)) if !procfs::is_alive(pid) => Ok(false),
-            Some(hidden) => hidden.map_err(|error| failed("look", &error)),
+            Some(Ok(true)) => Err(failed(call, &io::Error::other("nothing: it cannot be reached"))),
+            Some(Err(error)) if procfs::is_alive(pid) => Err(failed("look", &error)),
+            _ => Ok(()),
         }
     }
 
