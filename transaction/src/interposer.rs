@@ -117,7 +117,8 @@ pub(crate) fn is_in(bundle: &Path) -> bool {
     copy_of(bundle).is_file()
 }
 
-fn copy_of(bundle: &Path) -> PathBuf {
+/// The copy of the library in a bundle, as the container has it.
+pub(crate) fn copy_of(bundle: &Path) -> PathBuf {
     bundle.join(names::CUDA_LIBRARY)
 }
 

@@ -56,7 +56,7 @@ impl Parked {
     }
 
     /// All pairs, unless every GPU stays: the driver wants a pair for each GPU that a process could see.
-    fn pairs_from(&self, place: &[GpuUuid]) -> Vec<GpuPair> {
+    pub(crate) fn pairs_from(&self, place: &[GpuUuid]) -> Vec<GpuPair> {
         let pairs = place.iter().zip(&self.gpus).map(|(old, new)| GpuPair {
             old: old.clone(),
             new: new.uuid.clone(),

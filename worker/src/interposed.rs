@@ -87,7 +87,12 @@ impl Interposed {
 
     /// Takes its memory out.
     pub(super) fn detach(&self, pid: i32, wait: u32) -> ProcessReply {
-        self.does(pid, "detach", Request::Detach { wait })
+        let call = "detach";
+        let process = self.expect(pid, call);
+        reply(
+            pid,
+            process.and_then(|mut process| demand(&mut process, call, Request::Detach { wait })),
+        )
     }
 
     /// Opens the gate. A process that runs another program by now has none that is shut.
@@ -133,14 +138,6 @@ impl Interposed {
             Some(Err(error)) if procfs::is_alive(pid) => Err(failed("look", &error)),
             _ => Ok(()),
         }
-    }
-
-    fn does(&self, pid: i32, call: &str, request: Request) -> ProcessReply {
-        let done = self.expect(pid, call);
-        reply(
-            pid,
-            done.and_then(|mut process| demand(&mut process, call, request)),
-        )
     }
 
     /// The process, if it has the library. None also if it has ended.

@@ -4,7 +4,6 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_config::names;
 use firn_gpu::protocol::GpuMemory;
 use firn_gpu::{CudaProcess, GpuPair, GpuUuid};
 use firn_host::{Chain, descriptors};
@@ -17,6 +16,7 @@ use tokio::time::timeout;
 use super::{ContainerEffects, unless_cancelled};
 use crate::checkpoint::error::EffectError;
 use crate::driver::{Attached, WorkerError};
+use crate::interposer;
 use crate::journal::Operation;
 use crate::phase::Phase;
 use crate::pieces::{Lent, Pieces};
@@ -102,7 +102,7 @@ impl ContainerEffects<'_> {
         if container.has_pieces() {
             return Err(EffectError::Split);
         }
-        let library = container.bundle.join(names::CUDA_LIBRARY);
+        let library = interposer::copy_of(&container.bundle);
         let processes = match self.lend(pids, &library).await {
             Ok(processes) => processes,
             Err(error) => {
@@ -242,25 +242,20 @@ impl ContainerEffects<'_> {
 
     /// Copies memory that is out of the processes onto the container's GPUs of now, if they are others.
     pub(in crate::checkpoint) async fn copy_pieces(&mut self) -> Result<(), EffectError> {
-        let parked = self.progress.parked.as_ref();
-        let gpus = parked.map(|parked| parked.gpus.as_slice()).unwrap_or_default();
-        let gpus: Vec<GpuUuid> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        let Some(mut held) = self.transaction.container.hold_pieces() else {
+        let held = self.transaction.container.hold_pieces();
+        let Some((mut held, parked)) = held.zip(self.progress.parked.as_ref()) else {
             return Ok(());
         };
         let pieces = held.pieces();
+        let gpus: Vec<GpuUuid> = parked.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         if pieces.copied_to == gpus {
             return Ok(());
         }
         free(pieces.take_copies(), self.transaction.config.deadlines.gpu_unlock).await;
-        if pieces.home == gpus {
+        let pairs = parked.pairs_from(&pieces.home);
+        if pairs.is_empty() {
             return Ok(());
         }
-        let pair = |(old, new): (&GpuUuid, &GpuUuid)| GpuPair {
-            old: old.clone(),
-            new: new.clone(),
-        };
-        let pairs: Vec<GpuPair> = pieces.home.iter().zip(&gpus).map(pair).collect();
         let until = Instant::now() + self.transaction.config.deadlines.gpu_restore;
         for lent in &mut pieces.processes {
             let mut from = 0;
